@@ -1,0 +1,253 @@
+"""The architecture of a `qwen3_5` checkpoint as one frozen, hashable dataclass."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+_MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A config.json that lacks a key, contradicts itself, or asks for something this port does not compute."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and constants of the text model.
+
+    The layers repeat in groups: `linear_per_group` Gated DeltaNet layers, then one gated full-attention layer.
+    Field names follow the checkpoint's `text_config` where it has one.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    linear_per_group: int
+    # Gated full attention.
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    # Gated DeltaNet.
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    mtp_num_hidden_layers: int
+    max_position_embeddings: int
+    initializer_range: float
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_hidden_layers // (self.linear_per_group + 1)
+
+    @property
+    def num_linear_layers(self) -> int:
+        return self.num_groups * self.linear_per_group
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the short convolution: queries, keys, then values."""
+        keys = 2 * self.linear_num_key_heads * self.linear_key_head_dim
+        return keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        group = ("linear_attention",) * self.linear_per_group + ("full_attention",)
+        return group * self.num_groups
+
+    def __post_init__(self):
+        _check(self)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
+        """Reads a parsed config.json: the multimodal form (with `text_config`) or the text-only one.
+
+        Raises:
+          ConfigError: a key is missing, or its value is not supported. The message names the key.
+        """
+        text = config.get("text_config", config)
+        _reject_unsupported(config, text)
+        rope = _rope(text)
+        head_dim = _get(text, "head_dim")
+        return cls(
+            linear_per_group=_linear_per_group(text),
+            rotary_dim=int(head_dim * rope["partial_rotary_factor"]),
+            rope_theta=float(rope["rope_theta"]),
+            mrope_section=rope["mrope_section"],
+            tie_word_embeddings=any(bool(level.get("tie_word_embeddings")) for level in (config, text)),
+            mtp_num_hidden_layers=text.get("mtp_num_hidden_layers", 0),
+            max_position_embeddings=text.get("max_position_embeddings", 262144),
+            initializer_range=text.get("initializer_range", 0.02),
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            eos_token_ids=token_ids(text.get("eos_token_id", config.get("eos_token_id")), "eos_token_id"),
+            dtype=_dtype(config, text),
+            **{name: _get(text, name) for name in _PLAIN_KEYS},
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The text-only config.json that describes this model; `from_hf` of it gives the same config back."""
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            **{name: getattr(self, name) for name in _PLAIN_KEYS},
+            "layer_types": list(self.layer_types),
+            "full_attention_interval": self.linear_per_group + 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rope_theta,
+                "partial_rotary_factor": self.rotary_dim / self.head_dim,
+                "mrope_interleaved": True,
+                "mrope_section": list(self.mrope_section),
+            },
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_output_gate": True,
+            "output_gate_type": "swish",
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "mtp_num_hidden_layers": self.mtp_num_hidden_layers,
+            "mtp_use_dedicated_embeddings": False,
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "eos_token_id": list(self.eos_token_ids) or None,
+            "dtype": self.dtype,
+        }
+
+
+# Keys whose value is taken as it is and whose absence is an error: no default of ours may guess a shape.
+_PLAIN_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+# key -> the values this port computes. `output_gate_type` is the activation of the Gated DeltaNet's norm;
+# the gate of full attention is a sigmoid whatever it says.
+_SUPPORTED = {
+    "hidden_act": ("silu",),
+    "output_gate_type": ("swish", "silu"),
+    "attn_output_gate": (True,),
+    "attention_bias": (False,),
+    "mtp_num_hidden_layers": (0, 1),
+    "mtp_use_dedicated_embeddings": (False,),
+    "num_experts": (0,),
+}
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """A token id field of a JSON config, which may be an int, a list of ints, or absent."""
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    for i in ids:
+        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+            raise ConfigError(f"{name} must be a token id or a list of them, got {value!r}")
+    return ids
+
+
+def _get(text: Mapping[str, Any], key: str) -> Any:
+    if text.get(key) is None:
+        raise ConfigError(f"config.json lacks {key!r} (looked in text_config and at the top level)")
+    return text[key]
+
+
+def _reject_unsupported(config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    for level in (config, text):
+        if level.get("model_type", "qwen3_5") not in _MODEL_TYPES:
+            raise ConfigError(f"model_type {level['model_type']!r} is not supported; expected one of {_MODEL_TYPES}")
+    for key, allowed in _SUPPORTED.items():
+        if text.get(key, allowed[0]) not in allowed:
+            raise ConfigError(f"{key} = {text[key]!r} is not supported; this port computes {allowed}")
+
+
+def _linear_per_group(text: Mapping[str, Any]) -> int:
+    """Length of the run of linear layers in front of every full-attention layer."""
+    n = _get(text, "num_hidden_layers")
+    types = text.get("layer_types")
+    if types is None:
+        interval = _get(text, "full_attention_interval")
+        types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n)]
+    types = list(types)
+    if "full_attention" not in types:
+        raise ConfigError(f"layer_types has no full_attention layer: {types}")
+    run = types.index("full_attention")
+    group = ["linear_attention"] * run + ["full_attention"]
+    if run == 0 or n % len(group) or types != group * (n // len(group)):
+        raise ConfigError(
+            f"layer_types must repeat one group (linear layers, then one full_attention) over {n} layers: {types}"
+        )
+    return run
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE constants, from `rope_parameters` or from the older flat keys."""
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"rope_type {kind!r} is not supported; expected 'default'")
+    if not rope.get("mrope_interleaved", True):
+        raise ConfigError("mrope_interleaved = false is not supported: this port interleaves the sections")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        rope.setdefault(key, text.get(key))
+        if rope[key] is None:
+            raise ConfigError(f"config.json lacks {key!r} (looked in rope_parameters and in text_config)")
+    half = int(_get(text, "head_dim") * rope["partial_rotary_factor"]) // 2
+    section = tuple(rope.get("mrope_section") or (half, 0, 0))
+    return {**rope, "mrope_section": section}
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    for level in (text, config):
+        for key in ("dtype", "torch_dtype"):
+            if level.get(key) is not None:
+                return str(level[key]).removeprefix("torch.")
+    return "bfloat16"
+
+
+def _check(c: ModelConfig) -> None:
+    for name in (*_PLAIN_KEYS, "linear_per_group", "rotary_dim", "max_position_embeddings"):
+        value = getattr(c, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    pairs = [
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ]
+    for many, few in pairs:
+        if getattr(c, many) % getattr(c, few):
+            raise ConfigError(f"{many} = {getattr(c, many)} is not a multiple of {few} = {getattr(c, few)}")
+    if c.num_hidden_layers % (c.linear_per_group + 1):
+        raise ConfigError(f"{c.num_hidden_layers} layers are not whole groups of {c.linear_per_group + 1}")
+    if c.rotary_dim % 2 or c.rotary_dim > c.head_dim:
+        raise ConfigError(f"rotary_dim = {c.rotary_dim} must be even and at most head_dim = {c.head_dim}")
+    if len(c.mrope_section) != 3 or sum(c.mrope_section) != c.rotary_dim // 2:
+        raise ConfigError(
+            f"mrope_section {list(c.mrope_section)} must have three parts that add up to {c.rotary_dim // 2}"
+        )
+    if c.linear_conv_kernel_dim < 2:
+        raise ConfigError(f"linear_conv_kernel_dim must be at least 2, got {c.linear_conv_kernel_dim}")
+    if c.dtype not in _DTYPES:
+        raise ConfigError(f"dtype {c.dtype!r} is not supported; expected one of {_DTYPES}")
+    for i in c.eos_token_ids:
+        if i >= c.vocab_size:
+            raise ConfigError(f"eos_token_id {i} is outside the vocabulary of {c.vocab_size} ids")

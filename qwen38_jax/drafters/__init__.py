@@ -1,0 +1,1 @@
+"""Drafters: small models that propose the tokens a verify block checks."""

@@ -1,0 +1,1 @@
+"""The layers as pure functions of (weights, config, activations)."""

@@ -1,0 +1,153 @@
+"""The forward pass: one function for a prefill chunk, a decode row and a block of drafts to verify."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from qwen38_jax.block import Block, visible
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.layers.attention import Context, attend, output, project
+from qwen38_jax.layers.gated_delta_net import CHUNK, gated_delta_net
+from qwen38_jax.layers.linear import embed, linear
+from qwen38_jax.layers.mlp import mlp
+from qwen38_jax.layers.norm import rms_norm
+from qwen38_jax.layers.rope import RopeTable, rope_table
+from qwen38_jax.params import Params
+from qwen38_jax.state import State, nothing_pending, settled_full, settled_linear, write_rows
+
+Array = jax.Array
+
+
+def forward(
+    params: Params,
+    cfg: ModelConfig,
+    block: Block,
+    state: State,
+    *,
+    commit: bool,
+    tap_layers: tuple[int, ...] = (),
+) -> tuple[Array, Array, State]:
+    """Runs a block of rows on top of `state`.
+
+    Args:
+      block: `[B, L]` rows. Their tokens are not checked here: an id outside the vocabulary is clamped.
+      commit: True appends every valid row to the state (prefill, plain decoding). False leaves the rows pending for
+        `state.accept`; rows of the previous block that were not accepted are gone.
+      tap_layers: layers whose output (the residual stream) is wanted too.
+
+    Returns:
+      The hidden rows `[B, L, H]` after the final norm; the taps `[len(tap_layers), B, L, H]`; the next state.
+
+    Raises:
+      ValueError: a tree with `commit`, or a block of more rows than the state keeps pending.
+    """
+    _check(block, state, commit)
+    x = embed(params.embed, block.tokens)
+    taps = jnp.zeros((len(tap_layers), *x.shape), x.dtype)
+    tap_slots = np.full(cfg.num_hidden_layers, len(tap_layers), np.int32)
+    tap_slots[list(tap_layers)] = np.arange(len(tap_layers))
+    tap_slots = jnp.asarray(tap_slots)
+    rope, mask = rope_table(block.positions, cfg), visible(block)
+
+    def tap(taps, layer, x):
+        return taps.at[tap_slots[layer]].set(x, mode="drop") if tap_layers else taps
+
+    def group(g, carry):
+        def linear_layer(j, carry):
+            x, taps, state = carry
+            x, state = _linear_layer(params, cfg, g * cfg.linear_per_group + j, x, block, state, commit)
+            return x, tap(taps, g * (cfg.linear_per_group + 1) + j, x), state
+
+        x, taps, state = lax.fori_loop(0, cfg.linear_per_group, linear_layer, carry)
+        x, state = _full_layer(params, cfg, g, x, block, rope, mask, state, commit)
+        return x, tap(taps, (g + 1) * (cfg.linear_per_group + 1) - 1, x), state
+
+    x, taps, state = lax.fori_loop(0, cfg.num_groups, group, (x, taps, state))
+    return rms_norm(x, params.norm, cfg.rms_norm_eps), taps, _advance(state, block, commit)
+
+
+def logits(params: Params, hidden: Array) -> Array:
+    """Scores `[..., V]` in fp32 of the rows `hidden [..., H]` that `forward` returned."""
+    head = params.embed if params.lm_head is None else params.lm_head
+    with jax.named_scope("lm_head"):
+        return linear(hidden, head, jnp.float32)
+
+
+def _check(block: Block, state: State, commit: bool) -> None:
+    if commit and block.parents is not None:
+        raise ValueError("a tree of drafts cannot be committed as it is; verify it, then accept a path")
+    n = block.tokens.shape[1]
+    room = 0 if state.pending is None else state.pending.path.shape[1]
+    if not commit and n > min(room, CHUNK):
+        raise ValueError(
+            f"a verify block of {n} rows does not fit: the state keeps {room} rows pending (StateConfig.rows), "
+            f"and at most {CHUNK} are solved at once"
+        )
+
+
+def _linear_layer(params, cfg, i, x, block, state, commit):
+    """Gated DeltaNet layer `i` of its kind, and its MLP: `x [B, L, H]` and the state after it."""
+    layer = _select(params.linear, i)
+    recurrent, window = settled_linear(state, i)
+    with jax.named_scope("gated_delta_net"):
+        h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
+        y, writes, next_recurrent, next_window = gated_delta_net(layer.mixer, cfg, h, block, recurrent, window)
+    if commit:
+        recurrent, window = next_recurrent, next_window
+    else:
+        state = _put_pending(state, writes=jax.tree.map(_at(i), state.pending.writes, writes))
+    state = state.replace(
+        recurrent=state.recurrent.at[i].set(recurrent.astype(state.recurrent.dtype)),
+        conv=state.conv.at[i].set(window),
+    )
+    return _add_mlp(layer, cfg, x + y), state
+
+
+def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
+    """Attention layer of group `g`, and its MLP: `x [B, L, H]` and the state after it."""
+    layer = _select(params.full, g)
+    kv = settled_full(state, g)
+    context = Context(kv.k, kv.v, g, state.block_table, state.lengths)
+    x, k, v = attention_layer(layer, cfg, x, rope, mask, context)
+    if commit:
+        kv = write_rows(kv, g, state.block_table, k, v, block.positions, block.valid)
+    else:
+        state = _put_pending(state, k=_at(g)(state.pending.k, k), v=_at(g)(state.pending.v, v))
+    return x, state.replace(kv=kv)
+
+
+def attention_layer(layer, cfg: ModelConfig, x: Array, rope: RopeTable, mask: Array, context: Context | None):
+    """A decoder layer with gated attention. Returns `x [B, L, H]` and the rows' keys and values."""
+    with jax.named_scope("attention"):
+        rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
+        x = x + output(layer.mixer, rows, attend(rows, mask, context))
+    return _add_mlp(layer, cfg, x), rows.k, rows.v
+
+
+def _add_mlp(layer, cfg, x):
+    with jax.named_scope("mlp"):
+        return x + mlp(layer.mlp, rms_norm(x, layer.post_norm, cfg.rms_norm_eps))
+
+
+def _select(stacked, i):
+    return jax.tree.map(lambda t: lax.dynamic_index_in_dim(t, i, keepdims=False), stacked)
+
+
+def _at(i):
+    """Writes rows `[B, L, ...]` into the first L of `[layers, B, R, ...]` at layer i."""
+    return lambda buffer, rows: buffer.at[i, :, : rows.shape[1]].set(rows.astype(buffer.dtype))
+
+
+def _put_pending(state: State, **fields) -> State:
+    return state.replace(pending=state.pending.replace(**fields))
+
+
+def _advance(state: State, block: Block, commit: bool) -> State:
+    """Bookkeeping after the last layer: what was pending has been applied."""
+    if state.pending is not None:
+        state = state.replace(pending=nothing_pending(state.pending))
+    if commit:
+        return state.replace(lengths=state.lengths + jnp.sum(block.valid, axis=1, dtype=jnp.int32))
+    n = block.tokens.shape[1]
+    return _put_pending(state, positions=state.pending.positions.at[:, :n].set(block.positions))

@@ -1,0 +1,220 @@
+"""Parameters: one dataclass per layer kind, and `abstract`, the only place where their shapes are written.
+
+Matrices keep the checkpoint's orientation `[out, in]`. The layers of one kind are stacked along a leading axis, so
+that the forward pass is a loop over groups whatever their number.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from qwen38_jax.config import ModelConfig
+
+Array = jax.Array
+
+
+@struct.dataclass
+class Attention:
+    """Gated full attention. Rows of `q` are per head: `head_dim` of query, then `head_dim` of gate."""
+
+    q: Array  # [2 * heads * head_dim, hidden]
+    k: Array  # [kv_heads * head_dim, hidden]
+    v: Array  # [kv_heads * head_dim, hidden]
+    o: Array  # [hidden, heads * head_dim]
+    q_norm: Array  # [head_dim], zero-centred
+    k_norm: Array  # [head_dim], zero-centred
+
+
+@struct.dataclass
+class GatedDeltaNet:
+    """Gated DeltaNet. Rows of `qkv` are all queries, all keys, all values, each head-major."""
+
+    qkv: Array  # [channels, hidden]
+    z: Array  # [value_heads * value_dim, hidden], gate of the output norm
+    b: Array  # [value_heads, hidden], write strength
+    a: Array  # [value_heads, hidden], decay
+    conv: Array  # [channels, width]; the last column multiplies the current token
+    A_log: Array  # [value_heads] fp32
+    dt_bias: Array  # [value_heads] fp32
+    norm: Array  # [value_dim], plain weight (not zero-centred)
+    out: Array  # [hidden, value_heads * value_dim]
+
+
+@struct.dataclass
+class Mlp:
+    gate: Array  # [intermediate, hidden]
+    up: Array  # [intermediate, hidden]
+    down: Array  # [hidden, intermediate]
+
+
+@struct.dataclass
+class DecoderLayer:
+    input_norm: Array  # [hidden], zero-centred
+    mixer: Attention | GatedDeltaNet
+    post_norm: Array  # [hidden], zero-centred
+    mlp: Mlp
+
+
+@struct.dataclass
+class MtpHead:
+    """Multi-token-prediction head: one attention layer that shares the embedding and the output head."""
+
+    embedding_norm: Array  # [hidden], zero-centred
+    hidden_norm: Array  # [hidden], zero-centred
+    fc: Array  # [hidden, 2 * hidden], embedding half first
+    layer: DecoderLayer
+    norm: Array  # [hidden], zero-centred
+
+
+@struct.dataclass
+class Params:
+    embed: Array  # [vocab, hidden]
+    linear: DecoderLayer  # Gated DeltaNet layers, every leaf stacked: [linear layers, ...]
+    full: DecoderLayer  # attention layers, every leaf stacked: [groups, ...]
+    norm: Array  # [hidden], zero-centred
+    lm_head: Array | None  # [vocab, hidden]; None when the embedding is the head
+    mtp: MtpHead | None
+
+
+Initializer = Callable[[Array, tuple[int, ...], Any], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """What one parameter is before it exists. `axes` names each dimension for sharding rules and for reading."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...]
+    init: Initializer
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def abstract(cfg: ModelConfig) -> Params:
+    """A `Params` whose leaves are `ArrayInfo`: loading, initialisation, byte counts and tests derive from it."""
+    weight = _weight(cfg)
+    norm = _norm(cfg)
+    return Params(
+        embed=weight(("vocab", cfg.vocab_size), ("hidden", cfg.hidden_size)),
+        linear=_stack(_decoder_layer(cfg, _gated_delta_net(cfg)), cfg.num_linear_layers),
+        full=_stack(_decoder_layer(cfg, _attention(cfg)), cfg.num_groups),
+        norm=norm(cfg.hidden_size),
+        lm_head=None if cfg.tie_word_embeddings else weight(("vocab", cfg.vocab_size), ("hidden", cfg.hidden_size)),
+        mtp=_mtp_head(cfg) if cfg.mtp_num_hidden_layers else None,
+    )
+
+
+def _weight(cfg: ModelConfig) -> Callable[..., ArrayInfo]:
+    init = jax.nn.initializers.normal(cfg.initializer_range)
+
+    def weight(*dims: tuple[str, int]) -> ArrayInfo:
+        return ArrayInfo(tuple(n for _, n in dims), cfg.dtype, tuple(name for name, _ in dims), init)
+
+    return weight
+
+
+def _norm(cfg: ModelConfig, init: Initializer = jax.nn.initializers.zeros) -> Callable[[int], ArrayInfo]:
+    return lambda n: ArrayInfo((n,), cfg.dtype, ("norm",), init)
+
+
+def _attention(cfg: ModelConfig) -> Attention:
+    weight, norm = _weight(cfg), _norm(cfg)
+    hidden = ("hidden", cfg.hidden_size)
+    queries = cfg.num_attention_heads * cfg.head_dim
+    keys = cfg.num_key_value_heads * cfg.head_dim
+    return Attention(
+        q=weight(("heads", 2 * queries), hidden),
+        k=weight(("kv_heads", keys), hidden),
+        v=weight(("kv_heads", keys), hidden),
+        o=weight(hidden, ("heads", queries)),
+        q_norm=norm(cfg.head_dim),
+        k_norm=norm(cfg.head_dim),
+    )
+
+
+def _gated_delta_net(cfg: ModelConfig) -> GatedDeltaNet:
+    weight = _weight(cfg)
+    hidden = ("hidden", cfg.hidden_size)
+    heads = ("heads", cfg.linear_num_value_heads)
+    values = ("heads", cfg.linear_num_value_heads * cfg.linear_value_head_dim)
+    channels = ("channels", cfg.conv_channels)
+    conv = weight(channels, ("width", cfg.linear_conv_kernel_dim))
+    return GatedDeltaNet(
+        qkv=weight(channels, hidden),
+        z=weight(values, hidden),
+        b=weight(heads, hidden),
+        a=weight(heads, hidden),
+        conv=dataclasses.replace(conv, init=_conv_init),
+        # fp32 whatever the model's dtype: they sit inside exp and softplus, and there are few of them.
+        A_log=ArrayInfo((heads[1],), "float32", ("heads",), _log_decay_init),
+        dt_bias=ArrayInfo((heads[1],), "float32", ("heads",), jax.nn.initializers.ones),
+        norm=_norm(cfg, jax.nn.initializers.ones)(cfg.linear_value_head_dim),
+        out=weight(hidden, values),
+    )
+
+
+def _decoder_layer(cfg: ModelConfig, mixer: Attention | GatedDeltaNet) -> DecoderLayer:
+    weight, norm = _weight(cfg), _norm(cfg)
+    hidden, inner = ("hidden", cfg.hidden_size), ("mlp", cfg.intermediate_size)
+    return DecoderLayer(
+        input_norm=norm(cfg.hidden_size),
+        mixer=mixer,
+        post_norm=norm(cfg.hidden_size),
+        mlp=Mlp(gate=weight(inner, hidden), up=weight(inner, hidden), down=weight(hidden, inner)),
+    )
+
+
+def _mtp_head(cfg: ModelConfig) -> MtpHead:
+    norm = _norm(cfg)
+    return MtpHead(
+        embedding_norm=norm(cfg.hidden_size),
+        hidden_norm=norm(cfg.hidden_size),
+        fc=_weight(cfg)(("hidden", cfg.hidden_size), ("hidden", 2 * cfg.hidden_size)),
+        layer=_decoder_layer(cfg, _attention(cfg)),
+        norm=norm(cfg.hidden_size),
+    )
+
+
+def _stack(layer: DecoderLayer, n: int) -> DecoderLayer:
+    return jax.tree.map(
+        lambda info: dataclasses.replace(info, shape=(n, *info.shape), axes=("layer", *info.axes)), layer
+    )
+
+
+def _conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    bound = shape[-1] ** -0.5  # fan-in of a depthwise filter is its width
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _log_decay_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.05, 16.0))
+
+
+def shapes(cfg: ModelConfig) -> Params:
+    """`abstract` as `jax.ShapeDtypeStruct` leaves, for lowering without weights."""
+    return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype)), abstract(cfg))
+
+
+def init_params(cfg: ModelConfig, key: Array) -> Params:
+    """Random parameters, each leaf from its own key, so that adding a leaf changes no other."""
+    infos, treedef = jax.tree_util.tree_flatten_with_path(abstract(cfg))
+    leaves = []
+    for path, info in infos:
+        name = jax.tree_util.keystr(path)
+        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        leaves.append(info.init(leaf_key, info.shape, jnp.dtype(info.dtype)))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def byte_count(cfg: ModelConfig) -> int:
+    """Bytes of all parameters in `cfg.dtype`."""
+    return sum(info.nbytes for info in jax.tree.leaves(abstract(cfg)))

@@ -1,0 +1,209 @@
+"""What a batch of sequences carries from one call of the model to the next.
+
+A block that is verified does not change the state at once: its rows wait in `Pending` until it is known which of them
+stay (`accept`), and the next call applies those while it reads the state anyway.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.layers.gated_delta_net import Writes, keep_columns, keep_rows
+
+Array = jax.Array
+
+
+@struct.dataclass
+class KvCache:
+    """Keys (normalised, rotated) and values in pages: `[layers, pages, page, kv_heads, head_dim]`."""
+
+    k: Array
+    v: Array
+
+
+@struct.dataclass
+class Pending:
+    """Rows of the last verify block. R is the largest block the state has room for.
+
+    positions: `[B, R]` int32; path: `[B, R]` bool, rows accepted; leaf: `[B]` int32, the last of them.
+    writes: as `gated_delta_net.Writes`, stacked `[linear layers, B, R, ...]`; k, v: `[groups, B, R, kv_heads, D]`.
+    """
+
+    positions: Array
+    path: Array
+    leaf: Array
+    writes: Writes
+    k: Array
+    v: Array
+
+
+@struct.dataclass
+class State:
+    """State of B sequences.
+
+    lengths: `[B]` int32 tokens so far, accepted rows included.
+    block_table: `[B, max_pages]` int32 page of each stretch of a sequence; the number of pages where there is none.
+    recurrent: `[linear layers, B, value_heads, Dk, Dv]` fp32 or fp16; conv: `[linear layers, B, width - 1, channels]`.
+    pending: None when the state has no room for verify blocks.
+    """
+
+    lengths: Array
+    block_table: Array
+    kv: KvCache
+    recurrent: Array
+    conv: Array
+    pending: Pending | None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the block table has room for, per sequence."""
+        return self.block_table.shape[1] * self.kv.k.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateConfig:
+    """Sizes of a state: `capacity` tokens for each of `batch` sequences, verify blocks of up to `rows` rows."""
+
+    batch: int
+    capacity: int
+    rows: int = 0
+    page: int = 64
+    recurrent_dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.recurrent_dtype not in ("float32", "float16"):
+            raise ValueError(f"state dtype must be float32 or float16, got {self.recurrent_dtype!r}")
+        for name in ("batch", "capacity", "page"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Rounded up to eight, the number that attention reads at a time, once there are more."""
+        pages = -(-self.capacity // self.page)
+        return pages if pages <= 8 else -(-pages // 8) * 8
+
+
+def abstract_state(cfg: ModelConfig, sizes: StateConfig) -> State:
+    """The state as `jax.ShapeDtypeStruct` leaves."""
+    batch, rows = sizes.batch, sizes.rows
+    dtype = jnp.dtype(cfg.dtype)
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def int32(*shape):
+        return array(*shape, dtype=jnp.int32)
+
+    kv_heads = (cfg.num_key_value_heads, cfg.head_dim)
+    pages = array(cfg.num_groups, batch * sizes.pages_per_sequence, sizes.page, *kv_heads, dtype=dtype)
+    layers, values = cfg.num_linear_layers, (cfg.linear_num_value_heads, cfg.linear_value_head_dim)
+    keys = (cfg.linear_num_key_heads, cfg.linear_key_head_dim)
+    pending = Pending(
+        positions=int32(batch, rows),
+        path=array(batch, rows, dtype=jnp.bool_),
+        leaf=int32(batch),
+        writes=Writes(
+            key=array(layers, batch, rows, *keys),
+            delta=array(layers, batch, rows, *values),
+            log_decay=array(layers, batch, rows, values[0]),
+            columns=array(layers, batch, rows, cfg.conv_channels, dtype=dtype),
+        ),
+        k=array(cfg.num_groups, batch, rows, *kv_heads, dtype=dtype),
+        v=array(cfg.num_groups, batch, rows, *kv_heads, dtype=dtype),
+    )
+    return State(
+        lengths=int32(batch),
+        block_table=int32(batch, sizes.pages_per_sequence),
+        kv=KvCache(k=pages, v=pages),
+        recurrent=array(layers, batch, values[0], keys[1], values[1], dtype=jnp.dtype(sizes.recurrent_dtype)),
+        conv=array(layers, batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels, dtype=dtype),
+        pending=pending if rows else None,
+    )
+
+
+def init_state(cfg: ModelConfig, sizes: StateConfig) -> State:
+    """An empty state: every sequence of length 0, with its pages side by side in the pool."""
+    state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), abstract_state(cfg, sizes))
+    table = jnp.arange(state.block_table.size, dtype=jnp.int32).reshape(state.block_table.shape)
+    return state.replace(block_table=table)
+
+
+def accept(state: State, n: Array) -> State:
+    """Keeps the first `n [B]` rows of the pending chain, 0 to its length; the next call writes them."""
+    rows = jnp.arange(state.pending.path.shape[1])
+    return accept_path(state, rows < n[:, None], n - 1)
+
+
+def accept_path(state: State, path: Array, leaf: Array) -> State:
+    """Keeps the pending rows of `path [B, R]`, which ends at row `leaf [B]` (any value where the path is empty)."""
+    lengths = state.lengths + jnp.sum(path, axis=1, dtype=jnp.int32)
+    pending = state.pending.replace(path=path, leaf=leaf.astype(jnp.int32))
+    return state.replace(lengths=lengths, pending=pending)
+
+
+def settled_linear(state: State, layer: Array | int) -> tuple[Array, Array]:
+    """Recurrent state (fp32) and convolution window of one linear layer with the accepted rows applied.
+
+    The state passes through its storage type, so that a block sees the same value as after `flush`.
+    """
+    recurrent, window = state.recurrent[layer].astype(jnp.float32), state.conv[layer]
+    if state.pending is None:
+        return recurrent, window
+    pending = state.pending
+    writes = jax.tree.map(lambda t: t[layer], pending.writes)
+    recurrent = keep_rows(recurrent, writes, pending.path, pending.leaf).astype(state.recurrent.dtype)
+    return recurrent.astype(jnp.float32), keep_columns(window, writes.columns, pending.path)
+
+
+def settled_full(state: State, layer: Array | int) -> KvCache:
+    """The whole KV pool with one layer's accepted rows written."""
+    if state.pending is None:
+        return state.kv
+    pending = state.pending
+    k, v = pending.k[layer], pending.v[layer]
+    return write_rows(state.kv, layer, state.block_table, k, v, pending.positions, pending.path)
+
+
+def write_rows(
+    kv: KvCache, layer: Array | int, block_table: Array, k: Array, v: Array, positions: Array, keep: Array
+) -> KvCache:
+    """Writes the rows `k, v [B, L, kv_heads, D]` that `keep [B, L]` names to their `positions [B, L]`.
+
+    A row without a page is dropped: an out-of-range page, never a negative one, which would wrap.
+    """
+    pages, page = kv.k.shape[1:3]
+    slot = positions // page
+    ids = jnp.take_along_axis(block_table, jnp.clip(slot, 0, block_table.shape[1] - 1), axis=1)
+    ids = jnp.where(keep & (slot < block_table.shape[1]), ids, pages)
+    place = (layer, ids, positions % page)
+    return KvCache(
+        k=kv.k.at[place].set(k.astype(kv.k.dtype), mode="drop"),
+        v=kv.v.at[place].set(v.astype(kv.v.dtype), mode="drop"),
+    )
+
+
+def flush(state: State) -> State:
+    """Applies the accepted rows in every layer: for a state that must be at rest, as before a snapshot."""
+    if state.pending is None:
+        return state
+
+    def linear(i, state):
+        recurrent, window = settled_linear(state, i)
+        return state.replace(
+            recurrent=state.recurrent.at[i].set(recurrent.astype(state.recurrent.dtype)),
+            conv=state.conv.at[i].set(window),
+        )
+
+    state = lax.fori_loop(0, state.recurrent.shape[0], linear, state)
+    state = lax.fori_loop(0, state.kv.k.shape[0], lambda i, s: s.replace(kv=settled_full(s, i)), state)
+    return state.replace(pending=nothing_pending(state.pending))
+
+
+def nothing_pending(pending: Pending) -> Pending:
+    """The same buffers with no row accepted."""
+    return pending.replace(path=jnp.zeros_like(pending.path), leaf=jnp.zeros_like(pending.leaf))
