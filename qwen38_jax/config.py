@@ -89,8 +89,8 @@ class ModelConfig:
             max_position_embeddings=text.get("max_position_embeddings", 262144),
             initializer_range=text.get("initializer_range", 0.02),
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            eos_token_ids=token_ids(text.get("eos_token_id", config.get("eos_token_id")), "eos_token_id"),
-            dtype=_dtype(config, text),
+            eos_token_ids=token_ids(_first(text, config, "eos_token_id"), "eos_token_id"),
+            dtype=str(_first(text, config, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch."),
             **{name: _get(text, name) for name in _PLAIN_KEYS},
         )
 
@@ -165,6 +165,11 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
     return ids
 
 
+def _first(text: Mapping[str, Any], config: Mapping[str, Any], *keys: str) -> Any:
+    """The first value that is there, in the text config, then at the top level; None if there is none."""
+    return next((level[key] for level in (text, config) for key in keys if level.get(key) is not None), None)
+
+
 def _get(text: Mapping[str, Any], key: str) -> Any:
     if text.get(key) is None:
         raise ConfigError(f"config.json lacks {key!r} (looked in text_config and at the top level)")
@@ -214,14 +219,6 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     half = int(_get(text, "head_dim") * rope["partial_rotary_factor"]) // 2
     section = tuple(rope.get("mrope_section") or (half, 0, 0))
     return {**rope, "mrope_section": section}
-
-
-def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
-    for level in (text, config):
-        for key in ("dtype", "torch_dtype"):
-            if level.get(key) is not None:
-                return str(level[key]).removeprefix("torch.")
-    return "bfloat16"
 
 
 def _check(c: ModelConfig) -> None:

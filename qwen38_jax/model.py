@@ -101,7 +101,7 @@ def _linear_layer(params, cfg, i, x, block, state, commit):
         recurrent=state.recurrent.at[i].set(recurrent.astype(state.recurrent.dtype)),
         conv=state.conv.at[i].set(window),
     )
-    return _add_mlp(layer, cfg, x + y), state
+    return add_mlp(layer, cfg, x + y), state
 
 
 def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
@@ -122,10 +122,11 @@ def attention_layer(layer, cfg: ModelConfig, x: Array, rope: RopeTable, mask: Ar
     with jax.named_scope("attention"):
         rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
         x = x + output(layer.mixer, rows, attend(rows, mask, context))
-    return _add_mlp(layer, cfg, x), rows.k, rows.v
+    return add_mlp(layer, cfg, x), rows.k, rows.v
 
 
-def _add_mlp(layer, cfg, x):
+def add_mlp(layer, cfg: ModelConfig, x: Array) -> Array:
+    """The second half of every decoder layer: `x [B, L, H]` plus the MLP of its norm."""
     with jax.named_scope("mlp"):
         return x + mlp(layer.mlp, rms_norm(x, layer.post_norm, cfg.rms_norm_eps))
 

@@ -215,6 +215,11 @@ def init_params(cfg: ModelConfig, key: Array) -> Params:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def cast(params: Params, cfg: ModelConfig) -> Params:
+    """The parameters in the dtypes of `abstract(cfg)`: most in `cfg.dtype`, what the recurrence needs in fp32."""
+    return jax.tree.map(lambda p, info: p.astype(info.dtype), params, abstract(cfg))
+
+
 def byte_count(cfg: ModelConfig) -> int:
     """Bytes of all parameters in `cfg.dtype`."""
     return sum(info.nbytes for info in jax.tree.leaves(abstract(cfg)))

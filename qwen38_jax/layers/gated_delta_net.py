@@ -73,7 +73,7 @@ def gated_delta_net(
     columns = linear(x, layer.qkv)
     with jax.named_scope("short_conv"):
         mixed, next_window = short_conv(layer.conv, columns, window, block)
-    inputs = _inputs(layer, cfg, x, mixed, block.valid)
+    inputs = make_inputs(layer, cfg, x, mixed, block.valid)
     with jax.named_scope("delta_rule"):
         out, delta, log_decay, next_state = delta_rule(inputs, state, block)
     z = linear(x, layer.z).reshape(batch, n, cfg.linear_num_value_heads, cfg.linear_value_head_dim)
@@ -82,7 +82,8 @@ def gated_delta_net(
     return y, Writes(inputs.k, delta, log_decay, columns), next_state, next_window
 
 
-def _inputs(layer: GatedDeltaNet, cfg: ModelConfig, x: Array, mixed: Array, valid: Array) -> Inputs:
+def make_inputs(layer: GatedDeltaNet, cfg: ModelConfig, x: Array, mixed: Array, valid: Array) -> Inputs:
+    """The recurrence's inputs from `x [B, L, hidden]` and the convolved `mixed [B, L, channels]`."""
     batch, n, _ = x.shape
     keys = cfg.linear_num_key_heads * cfg.linear_key_head_dim
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)

@@ -1,0 +1,1 @@
+"""Questions asked of the model by measurement: one file a question."""

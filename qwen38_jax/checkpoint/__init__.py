@@ -1,0 +1,17 @@
+"""Hugging Face checkpoints: load, export, inspect."""
+
+from qwen38_jax.checkpoint.export import export_checkpoint
+from qwen38_jax.checkpoint.files import CheckpointError, require_tokenizer
+from qwen38_jax.checkpoint.inspect import Description, describe, format_description
+from qwen38_jax.checkpoint.load import Checkpoint, load_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Description",
+    "describe",
+    "export_checkpoint",
+    "format_description",
+    "load_checkpoint",
+    "require_tokenizer",
+]

@@ -1,0 +1,239 @@
+"""The command `qwen38`. What is heavy is imported by the verb that needs it."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from qwen38_jax import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb. Returns 0; 1 after an error, which is one line on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"qwen38: error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qwen38", description="Qwen3.8 in functional JAX.")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_generate(verbs.add_parser("generate", help="answer prompts"))
+    _add_score(verbs.add_parser("score", help="log-probabilities and perplexity of given text or tokens"))
+    inspect = verbs.add_parser("inspect", help="what a checkpoint directory holds, without loading it")
+    inspect.add_argument("directory", type=Path)
+    inspect.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="Hugging Face directory (default: the small one that ships)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of weights and activations (default: the checkpoint's; float32 on a CPU)",
+    )
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="raw text to continue; special tokens in it are parsed")
+    source.add_argument("--chat", metavar="TEXT", help="a user message, put through the chat template")
+    source.add_argument("--token-ids", type=_token_ids, metavar="1,2,3", help="the prompt as ids")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="one object a line, with prompt, messages or prompt_ids"
+    )
+    sampling = parser.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
+    sampling.add_argument("--max-new-tokens", type=int, metavar="N")
+    sampling.add_argument("--min-new-tokens", type=int, metavar="N", help="no stop id before this many tokens")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K")
+    sampling.add_argument("--top-p", type=float, metavar="P")
+    sampling.add_argument("--min-p", type=float, metavar="P")
+    sampling.add_argument("--repetition-penalty", type=float, metavar="X")
+    sampling.add_argument("--presence-penalty", type=float, metavar="X")
+    sampling.add_argument("--frequency-penalty", type=float, metavar="X")
+    sampling.add_argument("--seed", type=int, metavar="S", help="the same for every prompt")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be given several times")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at the model's own ids")
+    sampling.add_argument("--logprobs", type=int, metavar="N", help="report log-probabilities and N alternatives")
+    parser.add_argument("--no-thinking", action="store_true", help="chat without a think block")
+    parser.add_argument("--state-dtype", choices=("float32", "float16"), default="float32", help="recurrent state")
+    parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="prompts decoded together")
+    parser.add_argument("--speculate", choices=("none",), default="none", help="drafter")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, on a line of its own")
+    parser.set_defaults(run=_generate)
+
+
+def _add_score(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text; special tokens in it are plain text")
+    source.add_argument("--token-ids", type=_token_ids, metavar="1,2,3")
+    parser.add_argument("--json", action="store_true", help="one JSON object with every log-probability")
+    parser.set_defaults(run=_score)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected ids separated by commas, got {text!r}") from None
+
+
+_SAMPLING_FLAGS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "ignore_eos",
+    "logprobs",
+)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from qwen38_jax.engine import Engine, Request
+
+    engine = Engine.from_checkpoint(
+        args.checkpoint, dtype=args.dtype, state_dtype=args.state_dtype, max_batch=args.max_batch
+    )
+    flags = {name: getattr(args, name) for name in _SAMPLING_FLAGS}
+    sampling = engine.sampling(**{name: value for name, value in flags.items() if value is not None})
+    options = {"sampling": sampling, "thinking": not args.no_thinking}
+    if args.prompts is not None:
+        return _generate_file(engine, args, options)
+    messages = None if args.chat is None else [{"role": "user", "content": args.chat}]
+    request = Request(prompt=args.prompt, messages=messages, prompt_ids=args.token_ids, **options)
+    if args.json:
+        [completion] = engine.generate([request])
+        print(_to_json(completion), flush=True)
+        return 0
+    [completion] = engine.generate([request], on_text=lambda _, text: print(text, end="", flush=True))
+    print()
+    print(_summary(completion), file=sys.stderr)
+    return 0
+
+
+def _generate_file(engine, args: argparse.Namespace, options: dict) -> int:
+    """Answers a file of prompts. A bad line is reported and left out; the exit code then is 1."""
+    good, bad = [], 0
+    for number, line in _lines(args.prompts):
+        try:
+            request = _request_of_line(line, options)
+            engine.encode(request)
+            good.append((number, request))
+        except ValueError as error:
+            bad += 1
+            print(f"{args.prompts}:{number}: {error}", file=sys.stderr)
+    for first in range(0, len(good), args.max_batch):
+        batch = good[first : first + args.max_batch]
+        completions = engine.generate([request for _, request in batch])
+        for (number, _), completion in zip(batch, completions, strict=True):
+            if args.json:
+                print(_to_json(completion, line=number), flush=True)
+            else:
+                print(f"--- {args.prompts}:{number}\n{completion.text}", flush=True)
+                print(_summary(completion), file=sys.stderr)
+    if bad:
+        print(f"qwen38: {bad} of {bad + len(good)} prompts were left out", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _request_of_line(line: bytes, options: dict):
+    from qwen38_jax.engine import Request
+
+    record = json.loads(line)  # its error, and a wrong encoding's, are ValueErrors
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+    fields = {name: record[name] for name in ("prompt", "messages", "prompt_ids") if name in record}
+    expected = {"prompt": str, "messages": list, "prompt_ids": list}
+    for name, value in fields.items():
+        if not isinstance(value, expected[name]):
+            raise ValueError(f"{name} must be a {expected[name].__name__}, got {type(value).__name__}")
+    return Request(**fields, **options)
+
+
+def _to_json(completion, **extra) -> str:
+    record = {**extra, **dataclasses.asdict(completion)}
+    if completion.logprobs is None:
+        del record["logprobs"]
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _summary(completion) -> str:
+    steps, seconds = completion.steps, completion.decode_seconds
+    text = f"[{completion.prompt_tokens} prompt tokens, {len(completion.token_ids)} new ({completion.finish_reason})"
+    if steps:
+        text += f"; {steps / seconds:.1f} tok/s, 1.00 tokens/step, {1000 * seconds / steps:.2f} ms/step"
+    return text + f"; prefill {completion.prefill_seconds:.2f} s, compile {completion.compile_seconds:.1f} s]"
+
+
+def _score(args: argparse.Namespace) -> int:
+    from qwen38_jax.engine import Engine
+
+    engine = Engine.from_checkpoint(args.checkpoint, dtype=args.dtype)
+    ids = args.token_ids
+    if ids is None:
+        ids = engine.tokenizer.encode(_read_text(args.text), parse_special=False)
+    result = engine.score(ids)
+    if args.json:
+        record = {
+            "token_ids": result.token_ids,
+            "logprobs": result.logprobs,
+            "tokens": len(result.logprobs),
+            "perplexity": result.perplexity,
+        }
+        print(json.dumps(record))
+    else:
+        print(f"{len(result.logprobs)} tokens scored, perplexity {result.perplexity:.4f}")
+    return 0
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from qwen38_jax.checkpoint import describe, format_description
+
+    description = describe(args.directory)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(description), default=str, indent=2))
+    else:
+        print(format_description(description))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Prefill and plain decoding as compiled programs: the sequence grows by one sampled token a step."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from qwen38_jax.block import chain_block
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.model import forward, logits
+from qwen38_jax.params import Params
+from qwen38_jax.sampling import SamplerState, process_logits, sample, token_logprobs, update_counts
+from qwen38_jax.state import State
+
+Array = jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """B sequences while they are decoded.
+
+    hidden: `[B, H]`, the model's row (after the final norm) at the last position of each sequence.
+    token: `[B]` int32, the token sampled from it, which the model has not read yet.
+    generated: `[B]` int32 tokens emitted. active: `[B]` bool, sequences that still grow.
+    """
+
+    model: State
+    sampler: SamplerState
+    hidden: Array
+    token: Array
+    generated: Array
+    active: Array
+
+
+@struct.dataclass
+class StepOutput:
+    """What a step emitted.
+
+    token: `[B]` int32, meaningless where `emitted [B]` is False. logprob: `[B]` fp32, the model's own
+    log-probability of it; top_ids and top_logprobs: `[B, n]`, the likeliest tokens.
+    """
+
+    token: Array
+    emitted: Array
+    logprob: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+def start(cfg: ModelConfig, model: State, sampler: SamplerState, active: Array) -> DecodeState:
+    """The state of sequences whose prompts are yet to be read. Slots that are not `active [B]` stay idle."""
+    batch = active.shape[0]
+    return DecodeState(
+        model=model,
+        sampler=sampler,
+        hidden=jnp.zeros((batch, cfg.hidden_size), jnp.dtype(cfg.dtype)),
+        token=jnp.zeros(batch, jnp.int32),
+        generated=jnp.zeros(batch, jnp.int32),
+        active=active,
+    )
+
+
+def prefill(params: Params, cfg: ModelConfig, tokens: Array, valid: Array, state: DecodeState) -> DecodeState:
+    """Reads a chunk of prompts, `tokens [B, L]` where `valid [B, L]`; rows on either side may be padding."""
+    hidden, _, model = forward(params, cfg, chain_block(tokens, state.model.lengths, valid), state.model, commit=True)
+    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), -1), axis=1)
+    row = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
+    return state.replace(model=model, hidden=jnp.where(last[:, None] >= 0, row, state.hidden))
+
+
+def emit(params: Params, state: DecodeState, top: int) -> tuple[DecodeState, StepOutput]:
+    """Samples the next token of every active sequence, and ends those that drew one of their stop ids.
+
+    top: how many of the likeliest tokens to report.
+    """
+    scores = logits(params, state.hidden)
+    log_probs = process_logits(scores, state.sampler, state.generated)
+    token = sample(log_probs, state.sampler, state.model.lengths)
+    reported = token_logprobs(scores, token, top, real_vocab_size=state.sampler.real_vocab_size)
+    stopped = jnp.any(token[:, None] == state.sampler.stop_ids, axis=1)
+    output = StepOutput(token, state.active, *reported)
+    state = state.replace(
+        sampler=update_counts(state.sampler, token, state.active),
+        token=token,
+        generated=state.generated + state.active,
+        active=state.active & ~stopped,
+    )
+    return state, output
+
+
+def decode_step(params: Params, cfg: ModelConfig, state: DecodeState, top: int) -> tuple[DecodeState, StepOutput]:
+    """Reads the last token of every active sequence and samples the one after it."""
+    block = chain_block(state.token[:, None], state.model.lengths, state.active[:, None])
+    hidden, _, model = forward(params, cfg, block, state.model, commit=True)
+    hidden = jnp.where(state.active[:, None], hidden[:, 0], state.hidden)
+    return emit(params, state.replace(model=model, hidden=hidden), top)

@@ -1,0 +1,262 @@
+"""Batched generation over a static batch: every prompt is read, then all sequences are decoded together."""
+
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qwen38_jax.checkpoint import load_checkpoint, read_config
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefill, start
+from qwen38_jax.engine.memory import require, tree_bytes
+from qwen38_jax.engine.request import Completion, Request
+from qwen38_jax.engine.stream import Stream
+from qwen38_jax.evaluation.perplexity import Score, score
+from qwen38_jax.params import Params, byte_count
+from qwen38_jax.sampling import sampler_state
+from qwen38_jax.sampling_params import SamplingParams
+from qwen38_jax.state import StateConfig, abstract_state, init_state
+from qwen38_jax.tokenizer import Tokenizer
+
+SHIPPED_CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
+
+# Lengths a prompt is cut into; the last piece is padded to the shortest that holds it. One program for each.
+PREFILL_CHUNKS = (16, 64, 256, 1024)
+# Capacities grow in powers of two from here, so that few programs serve all lengths.
+_LEAST_CAPACITY = 512
+
+OnText = Callable[[int, str], None]
+
+
+class Programs(NamedTuple):
+    """Compiled programs for one batch size and capacity; every one takes `(params, ..., state)`."""
+
+    prefill: dict[int, jax.stages.Compiled]  # by chunk length
+    emit: jax.stages.Compiled
+    step: jax.stages.Compiled
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that the hungriest of them needs beside its arguments and results."""
+        analyses = [p.memory_analysis() for p in (*self.prefill.values(), self.emit, self.step)]
+        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+
+class Engine:
+    """A checkpoint ready to generate.
+
+    engine = Engine.from_checkpoint()
+    [completion] = engine.generate([Request(prompt="def fibonacci(n):")])
+    print(completion.text)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        cfg: ModelConfig,
+        tokenizer: Tokenizer,
+        *,
+        generation_config: dict | None = None,
+        state_dtype: str = "float32",
+        max_batch: int = 8,
+    ):
+        """`max_batch` requests are decoded together; `state_dtype` is that of the recurrent state."""
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        if tokenizer.vocab_size > cfg.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {tokenizer.vocab_size} ids but the model only {cfg.vocab_size}: "
+                "they are not of the same checkpoint"
+            )
+        self.params, self.cfg, self.tokenizer = params, cfg, tokenizer
+        self._generation_config = generation_config
+        self._state_dtype, self._max_batch = state_dtype, max_batch
+        self._programs: dict[tuple, Programs] = {}
+
+    @classmethod
+    def from_checkpoint(cls, directory: str | Path | None = None, *, dtype: str | None = None, **options) -> "Engine":
+        """Loads a Hugging Face directory, by default the small trained checkpoint that ships with the package.
+
+        Args:
+          dtype: of the parameters; None takes the checkpoint's own, or float32 on a CPU, which has no fast bfloat16.
+          options: as the constructor's.
+
+        Raises:
+          CheckpointError, TokenizerError: the directory is not a whole checkpoint.
+          NotEnoughMemory: the parameters do not fit.
+        """
+        directory = Path(directory or SHIPPED_CHECKPOINT)
+        _, _, cfg = read_config(directory)
+        tokenizer = Tokenizer.from_directory(directory)  # before the long part
+        if dtype is None and jax.default_backend() == "cpu":
+            dtype = "float32"
+        cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
+        require(byte_count(cfg), f"{directory} in {cfg.dtype}", "use a smaller dtype or free memory")
+        checkpoint = load_checkpoint(directory, dtype=dtype)
+        return cls(
+            checkpoint.params,
+            checkpoint.cfg,
+            tokenizer,
+            generation_config=checkpoint.generation_config,
+            **options,
+        )
+
+    def sampling(self, **fields) -> SamplingParams:
+        """The checkpoint's default sampling parameters with some fields changed."""
+        return SamplingParams.from_generation_config(self._generation_config, **fields)
+
+    def score(self, token_ids: Sequence[int]) -> Score:
+        """Log-probabilities of given tokens; see `evaluation.perplexity.score`."""
+        return score(self.params, self.cfg, token_ids, real_vocab_size=self.tokenizer.vocab_size)
+
+    def encode(self, request: Request) -> list[int]:
+        """The prompt's token ids.
+
+        Raises:
+          ValueError: the prompt is empty, holds an id outside the vocabulary, or leaves no room for an answer.
+        """
+        if request.prompt_ids is not None:
+            ids = list(request.prompt_ids)
+        elif request.prompt is not None:
+            ids = self.tokenizer.encode(request.prompt, parse_special=True)
+        else:
+            ids = self.tokenizer.encode_chat(request.messages, enable_thinking=request.thinking)
+        if not ids:
+            raise ValueError("the prompt is empty: there is nothing to continue")
+        for i in ids:
+            if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not 0 <= i < self.cfg.vocab_size:
+                raise ValueError(f"prompt id {i!r} is not a token id in [0, {self.cfg.vocab_size - 1}]")
+        if len(ids) >= self.cfg.max_position_embeddings:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; the model's context is {self.cfg.max_position_embeddings}"
+            )
+        return ids
+
+    def generate(self, requests: Sequence[Request], on_text: OnText | None = None) -> list[Completion]:
+        """Answers every request, `max_batch` at a time, and returns the completions in order.
+
+        A request's tokens depend neither on the others nor on its place among them. Generation ends at a stop id, at
+        a stop string, after `max_new_tokens`, or where the model's context is full.
+
+        Args:
+          on_text: called with the request's index and each new piece of its text, as soon as it is certain.
+
+        Raises:
+          ValueError: a request is malformed; nothing has been generated then.
+          NotEnoughMemory: the sequences do not fit.
+        """
+        jobs = [(i, self.encode(r), self._seeded(r)) for i, r in enumerate(requests)]
+        completions: list[Completion] = []
+        for first in range(0, len(jobs), self._max_batch):
+            batch = jobs[first : first + self._max_batch]
+            completions += self._run([self._stream(*job, on_text) for job in batch])
+        return completions
+
+    def _stream(self, index: int, prompt: list[int], sampling: SamplingParams, on_text: OnText | None) -> Stream:
+        show = functools.partial(on_text, index) if on_text else None
+        return Stream(self.tokenizer, prompt, sampling, self.cfg.eos_token_ids, show)
+
+    def _seeded(self, request: Request) -> SamplingParams:
+        sampling = request.sampling or self.sampling()
+        sampling.validate_ids(self.cfg.vocab_size)
+        return sampling if sampling.seed is not None else dataclasses.replace(sampling, seed=secrets.randbits(63))
+
+    def _run(self, streams: list[Stream]) -> list[Completion]:
+        top = max((s.sampling.logprobs or 0 for s in streams), default=0)
+        state, programs, compile_seconds = self._prepare(streams, top)
+        began = time.perf_counter()
+        for tokens, valid in _prompt_chunks([s.prompt for s in streams], state.active.shape[0]):
+            state = programs.prefill[tokens.shape[1]](self.params, tokens, valid, state)
+        state, output = programs.emit(self.params, state)
+        limit = self.cfg.max_position_embeddings
+        self._collect(streams, output, limit)
+        decoding = time.perf_counter()
+        for stream in streams:
+            stream.begin_decoding(decoding - began, compile_seconds)
+        while not all(s.finished for s in streams):
+            active = np.zeros(state.active.shape, bool)
+            active[: len(streams)] = [not s.finished for s in streams]
+            state, output = programs.step(self.params, state.replace(active=jnp.asarray(active)))
+            self._collect(streams, output, limit)
+        return [s.completion() for s in streams]
+
+    @staticmethod
+    def _collect(streams: list[Stream], output: StepOutput, limit: int) -> None:
+        output = jax.device_get(output)
+        for row, stream in enumerate(streams):
+            if not stream.finished:
+                top = zip(output.top_ids[row].tolist(), output.top_logprobs[row].tolist(), strict=True)
+                stream.push(int(output.token[row]), float(output.logprob[row]), tuple(top), limit)
+
+    def _prepare(self, streams: list[Stream], top: int) -> tuple[DecodeState, Programs, float]:
+        """An empty state of the right size and the programs for it, after a check that it fits."""
+        slots = 1 << (len(streams) - 1).bit_length()
+        needed = max(len(s.prompt) + s.sampling.max_new_tokens for s in streams)
+        needed = min(needed, self.cfg.max_position_embeddings)
+        capacity = max(_LEAST_CAPACITY, 1 << (needed - 1).bit_length())
+        sizes = StateConfig(slots, capacity, recurrent_dtype=self._state_dtype)
+        idle = SamplingParams(temperature=0.0, seed=0)
+        sampler = sampler_state(
+            [s.sampling for s in streams] + [idle] * (slots - len(streams)),
+            [s.prompt for s in streams] + [()] * (slots - len(streams)),
+            vocab_size=self.cfg.vocab_size,
+            real_vocab_size=self.tokenizer.vocab_size,
+            eos_ids=self.cfg.eos_token_ids,
+        )
+        active = jnp.arange(slots) < len(streams)
+        model = abstract_state(self.cfg, sizes)
+        remedy = "ask for fewer new tokens, shorter prompts, or a smaller max_batch"
+        require(tree_bytes(model), f"the state of {slots} sequences of {capacity} tokens", remedy)
+        began = time.perf_counter()
+        abstract = jax.eval_shape(functools.partial(start, self.cfg), model, sampler, active)
+        chunks = sorted({t.shape[1] for t, _ in _prompt_chunks([s.prompt for s in streams], slots)})
+        programs = self._compile(abstract, tuple(chunks), (slots, capacity, top))
+        seconds = time.perf_counter() - began
+        require(tree_bytes(model) + programs.workspace, f"{slots} sequences of {capacity} tokens", remedy)
+        return start(self.cfg, init_state(self.cfg, sizes), sampler, active), programs, seconds
+
+    def _compile(self, state: DecodeState, chunks: tuple[int, ...], key: tuple) -> Programs:
+        cached = self._programs.get(key)
+        slots, _, top = key
+        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.params)
+        if cached is None:
+            cached = Programs(
+                prefill={},
+                emit=_lower(lambda p, s: emit(p, s, top), params, state),
+                step=_lower(lambda p, s: decode_step(p, self.cfg, s, top), params, state),
+            )
+            self._programs[key] = cached
+        for n in chunks:
+            if n not in cached.prefill:
+                tokens = jax.ShapeDtypeStruct((slots, n), jnp.int32)
+                valid = jax.ShapeDtypeStruct((slots, n), jnp.bool_)
+                cached.prefill[n] = _lower(
+                    lambda p, t, v, s: prefill(p, self.cfg, t, v, s), params, tokens, valid, state
+                )
+        return cached
+
+
+def _lower(function: Callable, *args) -> jax.stages.Compiled:
+    """Compiles; the last argument, the state, gives its memory to the result."""
+    return jax.jit(function, donate_argnums=len(args) - 1).lower(*args).compile()
+
+
+def _prompt_chunks(prompts: list[list[int]], slots: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and valid rows, each `[slots, chunk]`, that cover prompts of different lengths from the left."""
+    longest, done = max(map(len, prompts)), 0
+    while done < longest:
+        n = next((c for c in PREFILL_CHUNKS if c >= longest - done), PREFILL_CHUNKS[-1])
+        tokens, valid = np.zeros((slots, n), np.int32), np.zeros((slots, n), bool)
+        for row, prompt in enumerate(prompts):
+            piece = prompt[done : done + n]
+            tokens[row, : len(piece)] = piece
+            valid[row, : len(piece)] = True
+        yield tokens, valid
+        done += n

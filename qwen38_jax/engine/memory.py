@@ -1,0 +1,36 @@
+"""How much memory there is, and a refusal before anything is allocated."""
+
+from pathlib import Path
+
+import jax
+
+
+class NotEnoughMemory(ValueError):
+    """What a call needs does not fit; the message has both numbers."""
+
+
+def available_bytes() -> int | None:
+    """Bytes that can still be allocated on the default device; None where nothing tells."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    meminfo = Path("/proc/meminfo")
+    if device.platform != "cpu" or not meminfo.exists():
+        return None
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def require(needed: int, what: str, remedy: str) -> None:
+    """Raises NotEnoughMemory if `needed` bytes for `what` are more than there are."""
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise NotEnoughMemory(
+            f"{what} needs {needed / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB are free: {remedy}"
+        )
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of all arrays (or `jax.ShapeDtypeStruct`s) of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,96 @@
+"""The model over whole sequences, without caches and with gradients, and the loss it is trained with."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from qwen38_jax.block import Block, chain_block
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.layers.attention import output, project
+from qwen38_jax.layers.gated_delta_net import gated_delta_net
+from qwen38_jax.layers.linear import embed, linear
+from qwen38_jax.layers.norm import rms_norm
+from qwen38_jax.layers.rope import RopeTable, rope_table
+from qwen38_jax.model import add_mlp, logits
+from qwen38_jax.params import DecoderLayer, Params, cast
+
+Array = jax.Array
+
+
+def sequence_forward(params: Params, cfg: ModelConfig, tokens: Array) -> Array:
+    """Hidden rows `[B, T, H]` after the final norm for `tokens [B, T]`; equals `model.forward` from an empty state."""
+    block = _whole(tokens)
+    rope = rope_table(block.positions, cfg)
+    groups = jax.tree.map(lambda t: t.reshape(cfg.num_groups, cfg.linear_per_group, *t.shape[1:]), params.linear)
+
+    def group(x, layers):
+        linear_layers, full_layer = layers
+        x, _ = lax.scan(lambda x, layer: (_linear_layer(layer, cfg, x, block), None), x, linear_layers)
+        return _full_layer(full_layer, cfg, x, rope), None
+
+    x, _ = lax.scan(group, embed(params.embed, tokens), (groups, params.full))
+    return rms_norm(x, params.norm, cfg.rms_norm_eps)
+
+
+def mtp_sequence(params: Params, cfg: ModelConfig, tokens: Array, hidden: Array) -> Array:
+    """Rows `[B, T - 1, H]` of the MTP head over whole sequences; row t predicts token t + 2.
+
+    tokens: `[B, T]`; hidden: `[B, T, H]` as `sequence_forward` returns it.
+    """
+    head, eps = params.mtp, cfg.rms_norm_eps
+    following = rms_norm(embed(params.embed, tokens[:, 1:]), head.embedding_norm, eps)
+    known = rms_norm(hidden[:, :-1], head.hidden_norm, eps)
+    x = linear(jnp.concatenate([following, known], axis=-1), head.fc)
+    x = _full_layer(head.layer, cfg, x, rope_table(_whole(tokens[:, 1:]).positions, cfg))
+    return rms_norm(x, head.norm, eps)
+
+
+def language_model_loss(
+    params: Params, cfg: ModelConfig, tokens: Array, weights: Array, mtp_weight: float
+) -> tuple[Array, dict[str, Array]]:
+    """Mean cross-entropy of the next token, plus `mtp_weight` times that of the MTP head's token after it.
+
+    tokens: `[B, T]`; weights: `[B, T]`, how much the prediction of each token counts. Parameters are cast to
+    the dtypes of `cfg` for the computation. Returns the loss and both parts, fp32 scalars; the second only with a head.
+    """
+    params = cast(params, cfg)
+    hidden = sequence_forward(params, cfg, tokens)
+    parts = {"loss": _cross_entropy(params, hidden[:, :-1], tokens[:, 1:], weights[:, 1:])}
+    total = parts["loss"]
+    if params.mtp is not None:
+        rows = mtp_sequence(params, cfg, tokens, hidden)
+        parts["mtp_loss"] = _cross_entropy(params, rows[:, :-1], tokens[:, 2:], weights[:, 2:])
+        total = total + mtp_weight * parts["mtp_loss"]
+    return total, parts
+
+
+def _cross_entropy(params: Params, hidden: Array, targets: Array, weights: Array) -> Array:
+    scores = logits(params, hidden)
+    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    loss = jax.nn.logsumexp(scores, axis=-1) - picked
+    weights = weights.astype(jnp.float32)
+    return jnp.sum(loss * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def _whole(tokens: Array) -> Block:
+    return chain_block(tokens, jnp.zeros(tokens.shape[0], jnp.int32))
+
+
+def _linear_layer(layer: DecoderLayer, cfg: ModelConfig, x: Array, block: Block) -> Array:
+    batch = x.shape[0]
+    heads = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
+    state = jnp.zeros((batch, *heads), jnp.float32)
+    window = jnp.zeros((batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels), x.dtype)
+    h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
+    y, *_ = gated_delta_net(layer.mixer, cfg, h, block, state, window)
+    return add_mlp(layer, cfg, x + y)
+
+
+def _full_layer(layer: DecoderLayer, cfg: ModelConfig, x: Array, rope: RopeTable) -> Array:
+    rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
+    # The flash kernel keeps no score matrix; it takes half precision only.
+    fused = jax.default_backend() == "gpu" and x.dtype != jnp.float32
+    attended = jax.nn.dot_product_attention(
+        rows.q, rows.k, rows.v, is_causal=True, implementation="cudnn" if fused else "xla"
+    )
+    return add_mlp(layer, cfg, x + output(layer.mixer, rows, attended))

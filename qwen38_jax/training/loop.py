@@ -1,0 +1,164 @@
+"""A training loop for any loss: AdamW with fp32 masters, data-parallel over all devices, exact resume."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
+
+Array = jax.Array
+Batch = tuple[np.ndarray, ...]  # arrays with a leading batch axis
+LossFunction = Callable[..., tuple[Array, dict[str, Array]]]  # (params, *batch) -> loss, parts
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimiser settings. The learning rate warms up linearly and falls along a cosine to `final_rate`."""
+
+    steps: int
+    peak_rate: float
+    final_rate: float
+    warmup_steps: int
+    weight_decay: float = 0.1  # on matrices only
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0
+    log_every: int = 20
+
+    def __post_init__(self):
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ValueError(f"warmup_steps must be in [0, steps), got {self.warmup_steps} of {self.steps} steps")
+
+
+@struct.dataclass
+class TrainState:
+    params: Any
+    optimizer: Any
+    step: Array  # int32 scalar: updates done
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm."""
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, config.peak_rate, config.warmup_steps, config.steps, config.final_rate
+    )
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2 and min(p.shape[-2:]) > 8, params)  # noqa: E731
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices),
+    )
+
+
+def fit(
+    loss: LossFunction,
+    init: Callable[[], Any],
+    batch_at: Callable[[int], Batch],
+    config: TrainConfig,
+    directory: Path,
+    *,
+    seconds: float = float("inf"),
+) -> TrainState:
+    """Trains until `config.steps` or until about `seconds` have passed, resuming from `directory` if it holds a run.
+
+    Args:
+      loss: `(params, *batch) -> (scalar, named parts)`, differentiated in its first argument.
+      init: makes the fp32 parameters of a new run.
+      batch_at: the batch of a step, a function of the step alone: a resumed run sees what an unbroken one would.
+      directory: gets `state/` (orbax, the last two saves) and `log.jsonl`, one line every `log_every` steps.
+
+    Returns:
+      The state reached, saved. A run that was stopped and resumed equals one that was not, bit for bit.
+    """
+    optimizer = make_optimizer(config)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def new_state() -> TrainState:
+        params = init()
+        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    directory.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    with ocp.CheckpointManager((directory / "state").resolve(), options=_KEEP_TWO) as saves:
+        state = _restore(saves, new_state, replicated)
+        log = Log(directory / "log.jsonl", int(state.step))
+        update = jax.jit(_make_update(loss, optimizer), donate_argnums=0)
+        with ThreadPoolExecutor(1) as reader:  # the next batch is read while the device works
+            fetch = lambda step: jax.device_put(batch_at(step), split)  # noqa: E731
+            upcoming = reader.submit(fetch, int(state.step))
+            for step in range(int(state.step), config.steps):
+                batch, upcoming = upcoming.result(), reader.submit(fetch, min(step + 1, config.steps - 1))
+                state, parts = update(state, *batch)
+                if (step + 1) % config.log_every == 0 or step + 1 == config.steps:
+                    log.write(step + 1, parts, batch[0].size * config.log_every)
+                    if time.perf_counter() - began > seconds:
+                        break
+        if saves.latest_step() != int(state.step):
+            saves.save(int(state.step), args=ocp.args.StandardSave(state))
+            saves.wait_until_finished()
+    return state
+
+
+_KEEP_TWO = ocp.CheckpointManagerOptions(max_to_keep=2)
+
+
+def _make_update(loss: LossFunction, optimizer: optax.GradientTransformation):
+    def update(state: TrainState, *batch: Array) -> tuple[TrainState, dict[str, Array]]:
+        grads, parts = jax.grad(loss, has_aux=True)(state.params, *batch)
+        changes, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        parts = {**parts, "grad_norm": optax.global_norm(grads)}
+        return TrainState(optax.apply_updates(state.params, changes), optimizer_state, state.step + 1), parts
+
+    return update
+
+
+def _restore(saves: ocp.CheckpointManager, new_state: Callable[[], TrainState], sharding: NamedSharding) -> TrainState:
+    if saves.latest_step() is None:
+        return jax.device_put(new_state(), sharding)
+    target = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), jax.eval_shape(new_state)
+    )
+    return saves.restore(saves.latest_step(), args=ocp.args.StandardRestore(target))
+
+
+class Log:
+    """Curves of a run as JSON lines. What a stopped run wrote past its last save is cut off on resume."""
+
+    def __init__(self, path: Path, step: int):
+        lines = read_log(path) if path.exists() else []
+        kept = [json.dumps(line) for line in lines if line["step"] <= step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._path, self._since = path, time.perf_counter()
+
+    def write(self, step: int, parts: dict[str, Array], tokens: int) -> None:
+        """Waits for `parts` and appends them with the throughput since the last call."""
+        values = {name: float(value) for name, value in jax.device_get(parts).items()}
+        if not all(np.isfinite(value) for value in values.values()):
+            raise FloatingPointError(f"step {step}: {values}: lower the learning rate, or look for broken data")
+        now = time.perf_counter()
+        record = {"step": step, **values, "tokens_per_second": round(tokens / (now - self._since))}
+        self._since = now
+        with open(self._path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The records of a `log.jsonl`; a last line that was cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records

@@ -1,0 +1,441 @@
+"""Tasks in chat format whose answers are in the prompt, or follow from it by a rule; plus a little small talk.
+
+A task is a source of material (an `Excerpt`) and a function that asks something about it. The frame decides where the
+excerpt stands in the user's message, and whether it is fenced; an answer that quotes a fenced document is fenced too.
+"""
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qwen38_jax.training import wordings
+from qwen38_jax.training.bpe import END_OF_TEXT
+from qwen38_jax.training.excerpts import (
+    CHARS_PER_TOKEN,
+    SCRAMBLED_CHARS_PER_TOKEN,
+    Excerpt,
+    Library,
+    draw_excerpt,
+    log_uniform,
+    new_name,
+    random_records,
+    random_string,
+    scramble,
+)
+
+THINKING_SHARE = 0.4
+SCRAMBLED_SHARE = 0.35
+SYSTEM_SHARE = 0.12
+SMALL_TALK_FIRST_SHARE = 0.06
+FOLLOW_UP_SHARE = 0.15
+FRAME_TOKENS = 48  # headers, instruction, thought
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How an excerpt is shown: below the instruction or above it, fenced or not, and what the instruction calls it."""
+
+    below: bool
+    fenced: bool
+    tagged: bool
+    phrase: str
+
+    def say(self, rng: random.Random, wording: str, **slots) -> str:
+        return rng.choice(wordings.INSTRUCTIONS[wording]).format(text=self.phrase, **slots)
+
+    def show(self, instruction: str, document: str, kind: str) -> str:
+        if not document:
+            return instruction
+        if self.fenced:
+            document = fence(document, kind)
+        elif self.tagged:
+            document = f"<document>\n{document}\n</document>"
+        return f"{instruction}\n\n{document}" if self.below else f"{document}\n\n{instruction}"
+
+    def answer(self, text: str, kind: str) -> str:
+        return fence(text, kind) if self.fenced else text
+
+
+@dataclass(frozen=True)
+class Question:
+    """An instruction, what to think about it in one sentence, and the right answer. `document` is what is shown."""
+
+    instruction: str
+    thought: str
+    answer: str
+    document: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """`source(rng, library, tokens)` gives material of about so many tokens; `ask` returns None where it does not fit.
+
+    `answer_ratio` is the expected length of the answer in excerpts.
+    """
+
+    source: Callable[[random.Random, Library, int], Excerpt]
+    ask: Callable[[random.Random, Library, Excerpt, Frame], Question | None]
+    answer_ratio: float
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a chat template takes them, the last one the answer to `task`."""
+
+    task: str
+    messages: tuple[dict[str, str], ...]
+    thinking: bool
+
+
+def fence(text: str, kind: str) -> str:
+    return f"```{wordings.FENCE_LANGUAGES[kind]}\n{text}\n```"
+
+
+def _think(rng: random.Random, key: str, **slots) -> str:
+    return rng.choice(wordings.THOUGHTS[key]).format(**slots)
+
+
+# ---- copying ----
+
+
+def _reproduce(rng, library, excerpt, frame):
+    answer = frame.answer(excerpt.text, excerpt.kind)
+    return Question(frame.say(rng, "reproduce"), _think(rng, "reproduce"), answer, excerpt.text)
+
+
+def _copy_string(rng, library, excerpt, frame):
+    thought, text, how = _think(rng, "copy_string"), excerpt.text, rng.random()
+    if how < 0.2:
+        labels = rng.sample("ABCDEFGH", rng.randint(2, 4))
+        strings = [
+            text if i == 0 else random_string(rng, library, max(8, len(text) // 12)).text for i in range(len(labels))
+        ]
+        strings = [" ".join(s.split("\n")) for s in strings]
+        document = "\n".join(f"{label}: {s}" for label, s in sorted(zip(labels, strings, strict=True)))
+        return Question(
+            frame.say(rng, "copy_labelled", label=labels[0]), thought, frame.answer(strings[0], excerpt.kind), document
+        )
+    if how < 0.35:
+        answer = frame.answer(f"{text}\n{text}", excerpt.kind)
+        return Question(frame.say(rng, "copy_string_twice"), thought, answer, text)
+    return Question(frame.say(rng, "copy_string"), thought, frame.answer(text, excerpt.kind), text)
+
+
+def _quote(rng, library, excerpt, frame):
+    lines, thought = excerpt.lines, _think(rng, "quote")
+    count = min(rng.choice((1, 2, 3, 5, 8, 13, 21, 34)), len(lines))
+    first = rng.randrange(len(lines) - count + 1)
+    quoted = lines[first : first + count]
+    slots = {"first": first + 1, "last": first + count, "count": count, "line": lines[first].strip()}
+    how, document = rng.random(), excerpt.text
+    if how < 0.5:
+        separator = rng.choice((": ", " | ", "\t"))
+        numbered = [f"{i}{separator}{line}" for i, line in enumerate(lines, 1)]
+        document, wording = "\n".join(numbered), "quote_numbered"
+        if how < 0.15:
+            wording, quoted = "quote_with_numbers", numbered[first : first + count]
+    elif how < 0.65 and first + count <= 16:
+        wording = "quote_unnumbered"
+    elif slots["line"] and lines.count(lines[first]) == 1:
+        wording = "quote_from"
+    else:
+        return None
+    return Question(frame.say(rng, wording, **slots), thought, frame.answer("\n".join(quoted), excerpt.kind), document)
+
+
+# ---- changing ----
+
+
+def _rename(rng, library, excerpt, frame):
+    words = Counter(re.findall(r"\w+", excerpt.text))
+    candidates = [w for w, n in words.items() if w in excerpt.identifiers and (n > 1 or rng.random() < 0.2)]
+    if not candidates:
+        return None
+    old, new = rng.choice(candidates), new_name(rng, library)
+    if new in words:
+        return None
+    text = re.sub(rf"\b{old}\b", new, excerpt.text)
+    thought = _think(rng, "rename", old=old, new=new)
+    return Question(frame.say(rng, "rename", old=old, new=new), thought, frame.answer(text, excerpt.kind), excerpt.text)
+
+
+def _edit(rng, library, excerpt, frame):
+    lines = excerpt.lines
+    counts = Counter(line.strip() for line in lines)
+    places = [
+        i for i, line in enumerate(lines) if 6 <= len(s := line.strip()) <= 100 and counts[s] == 1 and "`" not in s
+    ]
+    if len(places) < 2:
+        return None
+    at = rng.choice(places)
+    line, how = lines[at].strip(), rng.choice(("replace", "delete", "delete_range", "insert"))
+    indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+    new, count = _changed_line(rng, library, line), min(rng.randint(2, 5), len(lines) - at)
+    if new == line or (how == "delete_range" and count < 2):
+        return None
+    if how == "replace":
+        edited = [*lines[:at], indent + new, *lines[at + 1 :]]
+    elif how == "insert":
+        edited = [*lines[: at + 1], indent + new, *lines[at + 1 :]]
+    else:
+        edited = [*lines[:at], *lines[at + (count if how == "delete_range" else 1) :]]
+    instruction = frame.say(rng, f"edit_{how}", line=line, new=new, count=count, more=count - 1)
+    return Question(instruction, _think(rng, "edit"), frame.answer("\n".join(edited), excerpt.kind), excerpt.text)
+
+
+def _changed_line(rng: random.Random, library: Library, line: str) -> str:
+    """The line with some of its words replaced, or a new one."""
+    if rng.random() < 0.3:
+        return f"{new_name(rng, library)} = {new_name(rng, library)}({rng.randrange(100)})"
+    return re.sub(r"[A-Za-z_]\w+", lambda m: m[0] if rng.random() < 0.6 else new_name(rng, library), line) + rng.choice(
+        ("", "", "  # " + new_name(rng, library))
+    )
+
+
+def _json(rng, library, excerpt, frame):
+    records = json.loads(excerpt.text)
+    keys, how = list(records[0]), rng.choice(("pick", "rename", "filter", "lines"))
+    key = rng.choice(keys)
+    if how == "pick":
+        kept = [k for k in keys if k == key or rng.random() < 0.4]
+        slots, result = {"keys": ", ".join(kept)}, [{k: r[k] for k in kept} for r in records]
+    elif how == "rename":
+        new = new_name(rng, library)
+        slots, result = {"old": key, "new": new}, [{new if k == key else k: v for k, v in r.items()} for r in records]
+    elif how == "filter":
+        value = rng.choice(records)[key]
+        slots = {"key": key, "value": json.dumps(value)}
+        result = [r for r in records if r[key] == value]
+    else:
+        form = rng.choice(("{0}: {1}", "{0} = {1}", "{0}, {1}", "{1} ({0})"))
+        other = rng.choice([k for k in keys if k != key])
+        slots = {"form": form.format(key, other)}
+        answer = "\n".join(form.format(json.dumps(r[key]), json.dumps(r[other])) for r in records)
+    if how != "lines":
+        answer = frame.answer("[\n" + ",\n".join("  " + json.dumps(r) for r in result) + "\n]", "json")
+    return Question(frame.say(rng, f"json_{how}", **slots), _think(rng, "json"), answer, excerpt.text)
+
+
+# ---- reading ----
+
+
+def _continue(rng, library, excerpt, frame):
+    lines = excerpt.lines
+    count = min(rng.randint(3, 24), len(lines) // 3)
+    if count < 2:
+        return None
+    shown, rest = "\n".join(lines[:-count]).rstrip(), "\n".join(lines[-count:])
+    return Question(
+        frame.say(rng, "continue", count=count), _think(rng, "continue"), frame.answer(rest, excerpt.kind), shown
+    )
+
+
+def _summarise(rng, library, excerpt, frame):
+    thought = _think(rng, "summarise")
+    documented = [(name, summary) for name, summary in excerpt.functions if summary]
+    if documented:
+        name, summary = rng.choice(documented)
+        return Question(frame.say(rng, "summarise_function", name=name), thought, summary, excerpt.text)
+    if excerpt.kind == "code":
+        return None
+    paragraph = excerpt.text.partition("\n\n")[0]
+    if len(paragraph) < 40:  # a heading
+        return None
+    if rng.random() < 0.5:
+        return Question(frame.say(rng, "summarise_paragraph"), thought, paragraph, excerpt.text)
+    sentence = re.match(r".*?[.!?](?=\s|$)", paragraph, re.DOTALL)
+    if not sentence:
+        return None
+    return Question(frame.say(rng, "summarise_sentence"), thought, sentence[0], excerpt.text)
+
+
+def _list_functions(rng, library, excerpt, frame):
+    if excerpt.kind != "code":
+        return None
+    answer = "\n".join(name for name, _ in excerpt.functions) or "There is none."
+    return Question(frame.say(rng, "list_functions"), _think(rng, "list_functions"), answer, excerpt.text)
+
+
+def _needle(rng, library, excerpt, frame):
+    thought, lines = _think(rng, "needle"), list(excerpt.lines)
+    names = Counter(name for name, _ in excerpt.functions)
+    unique = [name for name, n in names.items() if n == 1]
+    if unique and rng.random() < 0.4:
+        key = rng.choice(unique)
+        answer = next((s for line in lines if re.match(rf"(async )?def {key}\b", s := line.strip())), "")
+        return Question(frame.say(rng, "needle_definition", key=key), thought, answer, excerpt.text)
+    key = new_name(rng, library)
+    if key in excerpt.text:
+        return None
+    value = rng.choice((str(rng.randrange(10 ** rng.randint(1, 8))), new_name(rng, library)))
+    line = rng.choice(("{0} = {1}", "{0}: {1}", "The value of {0} is {1}.")).format(key, value)
+    lines.insert(rng.randrange(1, len(lines) + 1), line)
+    wording, answer = ("needle_value", value) if rng.random() < 0.6 else ("needle_line", line)
+    return Question(frame.say(rng, wording, key=key), thought, answer, "\n".join(lines))
+
+
+# ---- without a document ----
+
+
+def _fact(rng, library, excerpt, frame):
+    if not library.topics:
+        return None
+    title, body = rng.choice(library.topics)
+    paragraphs = body.split("\n\n")
+    answer = "\n\n".join(paragraphs[: 2 if len(paragraphs[0]) < 80 else 1])
+    statement = re.fullmatch(r'The "(\w+)" statement', title)
+    if statement and rng.random() < 0.7:
+        instruction = frame.say(rng, "fact_statement", word=statement[1])
+    else:
+        instruction = frame.say(rng, "fact", title=title)
+    return Question(instruction, _think(rng, "fact"), answer)
+
+
+def _write_function(rng, library, excerpt, frame):
+    if not library.functions:
+        return None
+    name, summary, source = rng.choice(library.functions)
+    instruction = frame.say(rng, "write_function", name=name, summary=summary)
+    return Question(instruction, _think(rng, "write_function"), fence(source, "code"))
+
+
+def _small_talk(rng, library, excerpt, frame):
+    questions, answers = rng.choice(wordings.SMALL_TALK)
+    return Question(rng.choice(questions), _think(rng, "chat"), rng.choice(answers))
+
+
+def _nothing(rng: random.Random, library: Library, tokens: int) -> Excerpt:
+    return Excerpt("", "prose")
+
+
+def _code(rng: random.Random, library: Library, tokens: int) -> Excerpt:
+    return draw_excerpt(rng, library, tokens, "code")
+
+
+def _scrambled(source):
+    """The source, scrambled in a share of the draws (and shorter, because made-up words take more tokens)."""
+
+    def draw(rng: random.Random, library: Library, tokens: int) -> Excerpt:
+        if rng.random() >= SCRAMBLED_SHARE:
+            return source(rng, library, tokens)
+        tokens = int(tokens * SCRAMBLED_CHARS_PER_TOKEN / CHARS_PER_TOKEN["code"])
+        return scramble(rng, library, source(rng, library, tokens))
+
+    return draw
+
+
+def _string(rng: random.Random, library: Library, tokens: int) -> Excerpt:
+    return random_string(rng, library, log_uniform(rng, 16, max(16, min(512, tokens))))
+
+
+TASKS: dict[str, Task] = {
+    "reproduce": Task(_scrambled(draw_excerpt), _reproduce, 1.0),
+    "copy_string": Task(_string, _copy_string, 1.5),
+    "quote": Task(_scrambled(draw_excerpt), _quote, 0.3),
+    "rename": Task(_scrambled(_code), _rename, 1.0),
+    "edit": Task(_scrambled(draw_excerpt), _edit, 1.0),
+    "json": Task(random_records, _json, 0.7),
+    "continue": Task(draw_excerpt, _continue, 0.0),
+    "summarise": Task(draw_excerpt, _summarise, 0.1),
+    "list_functions": Task(_code, _list_functions, 0.1),
+    "needle": Task(draw_excerpt, _needle, 0.05),
+    "fact": Task(_nothing, _fact, 0.0),
+    "write_function": Task(_nothing, _write_function, 0.0),
+    "small_talk": Task(_nothing, _small_talk, 0.0),
+}
+# What may be asked next about the same document: short answers, and none where the first question changed it.
+FOLLOW_UPS = ("quote", "list_functions", "summarise")
+FOLLOWED_UP = ("reproduce", "quote", "summarise", "list_functions", "needle")
+
+
+def available_tasks(library: Library) -> tuple[str, ...]:
+    """The tasks that the library has material for: not every installation ships the reference topics."""
+    missing = {"fact": not library.topics, "write_function": not library.functions}
+    return tuple(task for task in TASKS if not missing.get(task))
+
+
+# ---- conversations ----
+
+
+def make_conversation(
+    rng: random.Random, library: Library, task: str, tokens: int, single_turn: bool = False
+) -> Conversation:
+    """A conversation of about `tokens` tokens around one task, sometimes with a system message and further turns.
+
+    Raises ValueError if no excerpt suits the task (a library without, say, functions).
+    """
+    excerpt, frame, question = _draw_question(rng, library, task, tokens)
+    thinking = rng.random() < THINKING_SHARE
+    turns = [(frame.show(question.instruction, question.document, excerpt.kind), question)]
+    if not single_turn:
+        turns = _more_turns(rng, library, excerpt, turns, task in FOLLOWED_UP)
+    messages = []
+    if not single_turn and rng.random() < SYSTEM_SHARE:
+        messages.append({"role": "system", "content": rng.choice(wordings.SYSTEM_MESSAGES)})
+    for user, asked in turns:
+        reply = {"role": "assistant", "content": asked.answer}
+        if thinking:
+            reply["reasoning_content"] = asked.thought
+        messages += [{"role": "user", "content": user.strip()}, reply]
+    return Conversation(task, tuple(messages), thinking)
+
+
+def _draw_question(rng, library, task: str, tokens: int) -> tuple[Excerpt, Frame, Question]:
+    """Draws until an excerpt suits: some have no name to change, some would give an answer that starts with a space."""
+    shape = TASKS[task]
+    for _ in range(50):
+        excerpt = shape.source(rng, library, max(24, int((tokens - FRAME_TOKENS) / (1 + shape.answer_ratio))))
+        frame = _draw_frame(rng, excerpt)
+        question = shape.ask(rng, library, excerpt, frame)
+        if question and _is_clean(question.answer):
+            return excerpt, frame, question
+    raise ValueError(f"no document gives a question for the task {task!r} at {tokens} tokens: take more of the corpus")
+
+
+def _is_clean(answer: str) -> bool:
+    """The chat template strips contents, so an answer must be the same stripped."""
+    return bool(answer) and answer == answer.strip()
+
+
+def _draw_frame(rng: random.Random, excerpt: Excerpt, again: bool = False) -> Frame:
+    below = rng.random() < 0.5
+    phrases = wordings.PHRASES_AGAIN if again else wordings.PHRASES_BELOW if below else wordings.PHRASES_ABOVE
+    phrase = rng.choice(phrases).format(noun=rng.choice(wordings.NOUNS[excerpt.kind]))
+    fenced = rng.random() < (0.5 if excerpt.kind == "code" else 0.25) and "```" not in excerpt.text
+    return Frame(below=below, fenced=fenced, tagged=rng.random() < 0.3, phrase=phrase)
+
+
+def _more_turns(rng, library, excerpt: Excerpt, turns: list[tuple[str, Question]], follow_up: bool):
+    """Adds small talk before the question, or a second question about the same document, in a share of the draws."""
+    how, (_, first) = rng.random(), turns[0]
+    if how < SMALL_TALK_FIRST_SHARE:
+        talk = _small_talk(rng, library, excerpt, None)
+        return [(talk.instruction, talk), *turns]
+    if how < SMALL_TALK_FIRST_SHARE + FOLLOW_UP_SHARE and follow_up and first.document == excerpt.text:
+        frame = _draw_frame(rng, excerpt, again=True)
+        question = TASKS[rng.choice(FOLLOW_UPS)].ask(rng, library, excerpt, frame)
+        if question and question.document == excerpt.text and _is_clean(question.answer):
+            return [*turns, (question.instruction, question)]
+    return turns
+
+
+def render_pieces(conversation: Conversation) -> list[tuple[str, bool]]:
+    """The chat template's rendering, cut into (text, whether the model writes it); then the end-of-text token.
+
+    Each piece may be tokenised on its own: no token crosses a boundary.
+    """
+    pieces, prompt = [], ""
+    for message in conversation.messages:
+        role, content = message["role"], message["content"]
+        if role != "assistant":
+            prompt += f"<|im_start|>{role}\n{content}<|im_end|>\n"
+            continue
+        reasoning = message.get("reasoning_content", "")
+        prompt += "<|im_start|>assistant\n<think>\n" + ("" if reasoning else "\n</think>\n\n")
+        answer = (f"{reasoning}\n</think>\n\n" if reasoning else "") + f"{content}<|im_end|>"
+        pieces += [(prompt, False), (answer, True)]
+        prompt = "\n"
+    return [*pieces, (prompt + END_OF_TEXT, False)]

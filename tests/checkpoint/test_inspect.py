@@ -1,0 +1,113 @@
+import dataclasses
+import json
+
+import pytest
+
+from qwen38_jax.checkpoint import CheckpointError, describe, format_description, load
+from qwen38_jax.checkpoint.inspect import Description
+from scripts.make_synthetic_checkpoint import recipe, write
+from tests.checkpoint.small import edit, make, read
+
+
+@pytest.fixture(autouse=True)
+def _no_tensor_is_read(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("inspecting must not read tensor data")
+
+    monkeypatch.setattr(load, "read_rows", refuse)
+    monkeypatch.setattr("qwen38_jax.checkpoint.files.safe_open", refuse)
+
+
+def _counts(description: Description) -> dict[str, int]:
+    return {part.name: part.tensors for part in description.classes}
+
+
+def test_a_sound_checkpoint(tmp_path):
+    path = make(tmp_path / "m", prefix="model.language_model.", vision=(1, 16, 32), shards=True, dtype="bfloat16")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (path / name).write_text("{}")
+    d = describe(path)
+    assert d.loadable and d.quantised is None
+    assert (d.prefix, d.mtp, d.eos_token_ids) == ("model.language_model.", "present", (1, 0))
+    assert d.tokenizer and d.chat_template and d.generation_config
+    assert d.config["num_hidden_layers"] == 4 and d.config["dtype"] == "bfloat16"
+    assert _counts(d) == {
+        "gated_delta_net": 3 * 8,
+        "attention": 4,
+        "mlp": 4 * 3,
+        "norms": 4 * 2 + 3 + 2 + 1,  # two a layer, one a GDN, q and k, the last
+        "embed": 1,
+        "head": 1,
+        "mtp": 15,
+        "vision": 12 + 9,
+    }
+    tensors = read(path)
+    assert sum(part.nbytes for part in d.classes) == sum(value.nbytes for value in tensors.values())
+    assert all(part.dtypes == {"BF16": part.tensors} for part in d.classes)
+    text = format_description(d)
+    for line in ("4 layers: 1 x (3 Gated DeltaNet, 1 attention)", "stop ids          1, 0", "can be loaded"):
+        assert line in text
+
+
+def test_what_is_missing_and_what_is_unexpected(tmp_path):
+    path = make(tmp_path / "m")
+
+    def spoil(tensors):
+        tensors["model.layers.7.extra"] = tensors.pop("model.layers.3.self_attn.k_proj.weight")
+        tensors.pop("mtp.fc.weight")
+
+    edit(path, spoil)
+    (path / "generation_config.json").unlink()
+    d = describe(path)
+    assert not d.loadable and d.mtp == "incomplete"
+    assert set(d.missing) == {"model.layers.3.self_attn.k_proj.weight", "mtp.fc.weight"}
+    assert d.unexpected == ("model.layers.7.extra",)
+    assert (d.tokenizer, d.chat_template, d.generation_config) == (False, False, False)
+    text = format_description(d)
+    assert "missing (2)" in text and "model.layers.7.extra" in text and text.endswith("cannot be loaded")
+
+
+def test_without_mtp(tmp_path):
+    path = make(tmp_path / "m")
+    edit(path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")])
+    d = describe(path)
+    assert d.loadable and d.mtp == "absent" and d.config["mtp_num_hidden_layers"] == 0
+    assert len(d.notes) == 1
+
+
+def test_a_quantised_checkpoint_is_described(tmp_path):
+    write(tmp_path / "m", recipe("qwen3.8-27b-w4a16", scale="small"))
+    d = describe(tmp_path / "m")
+    assert "compressed-tensors" in d.quantised and not d.loadable
+    assert (d.missing, d.unexpected, len(d.problems), d.mtp) == ((), (), 1, "present")
+    mlp = next(part for part in d.classes if part.name == "mlp")
+    assert mlp.dtypes == {"I32": 24, "F16": 24, "I64": 24}
+    assert next(part for part in d.classes if part.name == "embed").dtypes == {"BF16": 1}
+
+
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+def test_a_broken_directory_is_described(tmp_path, broken):
+    path = make(tmp_path / "m")
+    (path / broken).write_bytes(b"{")
+    d = describe(path)
+    assert not d.loadable and broken in d.problems[0]
+    assert (d.config is None) == (broken == "config.json")
+    assert bool(d.classes) == (broken == "config.json")
+    assert broken in format_description(d)
+
+
+def test_an_embedded_chat_template_counts(tmp_path):
+    path = make(tmp_path / "m")
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert describe(path).chat_template
+
+
+def test_json(tmp_path):
+    d = describe(make(tmp_path / "m"))
+    again = json.loads(json.dumps(dataclasses.asdict(d)))
+    assert again["classes"][0]["name"] == "gated_delta_net" and again["config"]["vocab_size"] == 32
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        describe(tmp_path / "nowhere")

@@ -1,0 +1,224 @@
+"""Padding, chunks, partial commits and trees: every way of feeding the same tokens must leave the same state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen38_jax.block import Block, ancestors, chain_block
+from qwen38_jax.layers import gated_delta_net as gdn
+from qwen38_jax.state import StateConfig, accept, accept_path, flush, init_state, write_rows
+from tests.models import SMALL, assert_same_state, committed, extend, poisoned_state, prompt, run, small_params
+
+SIZES = StateConfig(batch=1, capacity=128, rows=16, page=8)
+
+
+@pytest.fixture(scope="module")
+def base():
+    """A poisoned state that has read 21 tokens, in the middle of a page."""
+    state = poisoned_state(SMALL, SIZES)
+    return extend(small_params(), SMALL, state, prompt(21), chunk=7)[1]
+
+
+@pytest.mark.parametrize("bucket", [8, 16, 64, 128])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_to_a_bucket_changes_nothing(bucket, side):
+    params, tokens = small_params(), prompt(5)
+    expected, reference = extend(params, SMALL, init_state(SMALL, SIZES), tokens, chunk=1)
+    first = 0 if side == "right" else bucket - 5
+    padded = jnp.full((1, bucket), 63).at[:, first : first + 5].set(tokens)
+    rows = jnp.arange(bucket)[None]
+    block = chain_block(padded, jnp.zeros(1, jnp.int32), (rows >= first) & (rows < first + 5))
+    hidden, _, state = run(params, SMALL, block, poisoned_state(SMALL, SIZES), commit=True)
+    np.testing.assert_allclose(hidden[:, first : first + 5], expected, atol=3e-5, rtol=1e-5)
+    assert_same_state(state, reference)
+    follow_up = [extend(params, SMALL, s, prompt(20, seed=1), chunk=1)[0] for s in (state, reference)]
+    np.testing.assert_allclose(*follow_up, atol=3e-5, rtol=1e-5)
+
+
+def test_rows_of_a_batch_do_not_meet():
+    """Three prompts of different lengths in one padded batch, beside an idle row that must stay as it was."""
+    params, lengths = small_params(), [5, 16, 1, 0]
+    tokens, valid = prompt(16, batch=4), jnp.arange(16) < jnp.asarray(lengths)[:, None]
+    sizes = StateConfig(batch=4, capacity=128, rows=16, page=8)
+    state = poisoned_state(SMALL, sizes)
+    _, _, batch = run(params, SMALL, chain_block(tokens, state.lengths, valid), state, commit=True)
+    for row, n in enumerate(lengths):
+        single = init_state(SMALL, SIZES)
+        if n:
+            _, single = extend(params, SMALL, single, tokens[row : row + 1, :n], chunk=1)
+        np.testing.assert_allclose(batch.recurrent[:, row], single.recurrent[:, 0], atol=1e-5)
+        np.testing.assert_allclose(batch.conv[:, row], single.conv[:, 0], atol=1e-5)
+        np.testing.assert_allclose(
+            committed(batch, batch.kv.k)[:, row, :n], committed(single, single.kv.k)[:, 0, :n], atol=1e-5
+        )
+    pages = np.asarray(batch.block_table[3])
+    assert np.isnan(np.asarray(batch.kv.k)[:, pages]).all(), "an idle row's pages were written"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 16])
+def test_every_number_of_accepted_rows(base, length):
+    """After a block of `length` rows of which n are kept, all is as if just those n had been fed one by one."""
+    params, drafts = small_params(), prompt(length, seed=2)
+    hidden, _, pending = run(params, SMALL, chain_block(drafts, base.lengths), base, commit=False)
+    reference = base
+    for n in range(length + 1):
+        state = accept(pending, jnp.array([n]))
+        assert_same_state(flush(state), flush(reference))
+        # The next block finds the same state without a flush, whatever the dropped rows left behind.
+        after = run(params, SMALL, chain_block(prompt(4, seed=3), state.lengths), state, commit=False)[0]
+        expected = run(params, SMALL, chain_block(prompt(4, seed=3), reference.lengths), reference, commit=False)[0]
+        np.testing.assert_allclose(after, expected, atol=2e-5)
+        if n < length:
+            single, reference = extend(params, SMALL, reference, drafts[:, n : n + 1])
+            np.testing.assert_allclose(hidden[:, n], single[:, 0], atol=3e-5, rtol=1e-5)
+
+
+def test_pending_rows_are_gone_when_none_is_accepted(base):
+    params = small_params()
+    _, _, pending = run(params, SMALL, chain_block(prompt(4, seed=5), base.lengths), base, commit=False)
+    assert_same_state(flush(pending), flush(base), atol=0)
+
+
+def test_poisoned_rejected_rows_do_no_harm(base):
+    _, _, pending = run(small_params(), SMALL, chain_block(prompt(4, seed=5), base.lengths), base, commit=False)
+    clean = flush(accept(pending, jnp.array([2])))
+
+    def poison(t):
+        return t.at[:, :, 2:].set(jnp.nan)
+
+    rows = pending.pending
+    rows = rows.replace(writes=jax.tree.map(poison, rows.writes), k=poison(rows.k), v=poison(rows.v))
+    assert_same_state(flush(accept(pending.replace(pending=rows), jnp.array([2]))), clean, atol=0)
+
+
+def test_half_precision_state_is_rounded_when_it_is_committed(base):
+    """The next block reads what is stored, so a flush in between changes nothing, bit for bit."""
+    params = small_params()
+    state = base.replace(recurrent=base.recurrent.astype(jnp.float16))
+    _, _, state = run(params, SMALL, chain_block(prompt(4, seed=5), state.lengths), state, commit=False)
+    state = accept(state, jnp.array([3]))
+    block = chain_block(prompt(4, seed=6), state.lengths)
+    fused, flushed = (run(params, SMALL, block, s, commit=False) for s in (state, flush(state)))
+    np.testing.assert_array_equal(fused[0], flushed[0])
+    assert_same_state(flush(fused[2]), flush(flushed[2]), atol=0)
+
+
+# Two branches after the anchor, one of which splits again:  0 - 1 - 2 - 5
+#                                                             \    \- 4
+#                                                              3
+PARENTS = [-1, 0, 1, 0, 1, 2]
+DEPTHS = [0, 1, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("path", [[0], [0, 3], [0, 1, 4], [0, 1, 2, 5], []])
+def test_tree_equals_each_of_its_paths(base, path):
+    params, tokens = small_params(), prompt(6, seed=4)
+    block = Block(tokens, base.lengths[:, None] + jnp.array([DEPTHS]), jnp.ones((1, 6), bool), jnp.array([PARENTS]))
+    hidden, _, pending = run(params, SMALL, block, base, commit=False)
+    reference = base
+    for row in path:
+        single, reference = extend(params, SMALL, reference, tokens[:, row : row + 1])
+        np.testing.assert_allclose(hidden[:, row], single[:, 0], atol=3e-5, rtol=1e-5)
+    keep = jnp.isin(jnp.arange(16), jnp.array(path, jnp.int32))[None]
+    leaf = jnp.array([path[-1] if path else 0])
+    assert_same_state(flush(accept_path(pending, keep, leaf)), flush(reference))
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=24))
+@settings(deadline=None, max_examples=30)
+def test_ancestors_of_any_tree(numbers):
+    parents = [number % (i + 1) - 1 for i, number in enumerate(numbers)]
+    n = len(parents)
+    expected = np.eye(n, dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            expected[i] |= expected[parent]
+    zeros = jnp.zeros((1, n), jnp.int32)
+    block = Block(zeros, zeros, jnp.ones((1, n), bool), jnp.array([parents]))
+    np.testing.assert_array_equal(ancestors(block)[0], expected)
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 65, 200])
+@pytest.mark.parametrize("decay", [0.0, -30.0, "mixed"])
+def test_chunked_rule_equals_the_recurrence(length, decay):
+    rng = np.random.default_rng(length)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    g = -jnp.abs(normal(2, length, 4)) if decay == "mixed" else jnp.full((2, length, 4), decay)
+    unit = lambda t: t / jnp.linalg.norm(t, axis=-1, keepdims=True)  # noqa: E731
+    inputs = gdn.Inputs(
+        unit(normal(2, length, 2, 8)), unit(normal(2, length, 2, 8)), normal(2, length, 4, 12), g,
+        jax.nn.sigmoid(normal(2, length, 4)),
+    )  # fmt: skip
+    state = normal(2, 4, 8, 12)
+    block = chain_block(jnp.zeros((2, length), jnp.int32), jnp.zeros(2, jnp.int32))
+    out, delta, log_decay, after = jax.jit(gdn.delta_rule)(inputs, state, block)
+    expected, expected_after = jax.jit(gdn.recurrent_delta_rule)(inputs, state)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_allclose(after, expected_after, atol=1e-4)
+    if length <= gdn.CHUNK:
+        path = jnp.ones((2, length), bool)
+        kept = gdn.keep_rows(state, gdn.Writes(inputs.k, delta, log_decay, jnp.zeros(0)), path, jnp.full(2, length - 1))
+        np.testing.assert_allclose(kept, expected_after, atol=1e-4)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_rows_kept_of_any_layer_block(data):
+    """Layer level, fp32: n rows of a block of 16, under weak and extreme decay, with NaN in the rows dropped."""
+    n = data.draw(st.integers(0, 16))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    decay = data.draw(st.sampled_from([0.0, -1.0, -30.0, -200.0]))
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    q, k = (t / jnp.linalg.norm(t, axis=-1, keepdims=True) for t in (normal(1, 16, 2, 8), normal(1, 16, 2, 8)))
+    g = decay * jnp.asarray(rng.random((1, 16, 4)), jnp.float32)
+    inputs = gdn.Inputs(q, k, normal(1, 16, 4, 12), g, jnp.asarray(rng.random((1, 16, 4)), jnp.float32))
+    state = normal(1, 4, 8, 12)
+    block = chain_block(jnp.zeros((1, 16), jnp.int32), jnp.zeros(1, jnp.int32))
+    _, delta, log_decay, _ = _RULE(inputs, state, block)
+    kept = jnp.arange(16)[None] < n
+    poisoned = (jnp.where(kept[..., None], t.reshape(1, 16, -1), jnp.nan).reshape(t.shape) for t in
+                (inputs.k, delta, log_decay))  # fmt: skip
+    after = _KEEP(state, gdn.Writes(*poisoned, jnp.zeros(0)), kept, jnp.array([n - 1]))
+    masked = gdn.Inputs(*(jnp.where(kept.reshape(1, 16, *[1] * (t.ndim - 2)), t, 0.0) for t in inputs))
+    np.testing.assert_allclose(after, _RECURRENCE(masked, state)[1], atol=1e-5)
+
+
+_RULE, _KEEP, _RECURRENCE = jax.jit(gdn.delta_rule), jax.jit(gdn.keep_rows), jax.jit(gdn.recurrent_delta_rule)
+
+
+def test_row_without_a_page_is_dropped_not_wrapped():
+    state = init_state(SMALL, StateConfig(1, 16, page=8))
+    state = state.replace(block_table=jnp.array([[0, 2]]))  # the second page is not assigned: 2 is out of range
+    k = jnp.ones((1, 3, 2, 16))
+    kv = write_rows(state.kv, 0, state.block_table, k, k, jnp.array([[0, 8, 16]]), jnp.ones((1, 3), bool))
+    written = np.argwhere(np.asarray(kv.k[0, :, :, 0, 0]))
+    np.testing.assert_array_equal(written, [[0, 0]])
+    assert not np.asarray(kv.k[1]).any(), "another layer was written"
+
+
+def test_donated_buffers_give_the_same_tokens(base):
+    params, tokens = small_params(), prompt(4, seed=7)
+    kept, _, _ = run(params, SMALL, chain_block(tokens, base.lengths), base, commit=True)
+    snapshot = jax.tree.map(np.array, base)
+    donating = jax.jit(run.__wrapped__, static_argnames=("cfg", "commit"), donate_argnames="state")
+    for _ in range(3):
+        state = jax.tree.map(jnp.array, snapshot)
+        donated, _, _ = donating(params, SMALL, chain_block(tokens, state.lengths), state, commit=True)
+        np.testing.assert_array_equal(donated, kept)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, base), snapshot)
+
+
+@pytest.mark.parametrize(
+    "rows,length,parents,commit,words",
+    [(0, 1, False, False, "0 rows pending"), (4, 5, False, False, "4 rows"), (8, 4, True, True, "tree")],
+)
+def test_blocks_that_do_not_fit_are_refused(rows, length, parents, commit, words):
+    state = init_state(SMALL, StateConfig(1, 16, rows=rows, page=8))
+    block = chain_block(prompt(length), state.lengths)
+    if parents:
+        block = block.replace(parents=jnp.arange(length)[None] - 1)
+    with pytest.raises(ValueError, match=words):
+        run(small_params(), SMALL, block, state, commit=commit)
