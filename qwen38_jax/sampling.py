@@ -162,6 +162,8 @@ def process_logits(logits: Array, sampler: SamplerState, generated: Array, draft
             f"logits {logits.shape} need generated {logits.shape[:-1]} (got {generated.shape}) "
             f"and a sampler over {logits.shape[-1]} ids (got {sampler.output_counts.shape[-1]})"
         )
+    if drafted is not None and (drafted.ndim != 3 or drafted.shape[:2] != logits.shape[:-1]):
+        raise ValueError(f"drafted must be [B, L, D] for logits [B, L, V], got {drafted.shape} for {logits.shape}")
     with jax.named_scope("process_logits"):
         logits = mask_padding(logits, sampler.real_vocab_size)
         logits = add_bias(logits, sampler)
@@ -246,7 +248,7 @@ def _sampled_log_probs(logits: Array, sampler: SamplerState) -> Array:
 def apply_temperature(logits: Array, temperature: Array) -> Array:
     """Logits [..., V], shifted to a maximum of 0, over temperature [..., 1] > 0.
 
-    Shifted first, so that what a tiny temperature overflows is the improbable end, never the maximum.
+    Shifted first: at a low temperature the quotients are large and their differences would lose digits.
     """
     return (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
 

@@ -216,12 +216,16 @@ def main() -> None:
     parser.add_argument("--export", type=Path, help="where to write the checkpoint when the last step is done")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop training after about so long")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a smaller model")
+    parser.add_argument("--steps", type=int, nargs=2, metavar="N", help="steps with short and with long rows")
     parser.add_argument("--stdlib", type=Path, help="library directory of another Python installation to learn from")
     parser.add_argument("--workers", type=int, default=1, help="processes that build the data")
     parser.add_argument("--prepare-only", action="store_true", help="stop before training")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the loss curves")
     args = parser.parse_args()
     plan = SMOKE if args.smoke else FULL
+    if args.steps:
+        stages = tuple(dataclasses.replace(s, steps=n) for s, n in zip(plan.stages, args.steps, strict=True))
+        plan = dataclasses.replace(plan, stages=stages)
     prepare(args.run, plan, args.stdlib, args.workers)
     if args.prepare_only:
         return

@@ -85,7 +85,7 @@ def extend(params: Params, cfg: ModelConfig, state: State, tokens, chunk: int = 
     return jnp.concatenate(rows, axis=1)[:, :n], state
 
 
-def assert_same_state(a: State, b: State, atol: float = 3e-5) -> None:
+def assert_same_state(a: State, b: State, atol: float = 1e-4) -> None:
     """Lengths, recurrent state, convolution window and the committed part of every page agree."""
     np.testing.assert_array_equal(a.lengths, b.lengths)
     pairs = [(a.recurrent, b.recurrent), (a.conv, b.conv)]

@@ -143,7 +143,7 @@ def test_first_and_last_id_of_the_vocabulary_are_fine(engine, ids):
         ({"prompt_ids": []}, "empty"),
         ({"prompt": ""}, "empty"),
         ({"prompt_ids": [1] * 700}, "context is 700"),
-        ({"messages": []}, "message"),
+        ({"messages": [{"content": "no role"}]}, "messages"),
         ({}, "exactly one"),
         ({"prompt": "a", "prompt_ids": [1]}, "exactly one"),
         ({"prompt": "a", "sampling": SamplingParams(stop_token_ids=(320,))}, "320"),

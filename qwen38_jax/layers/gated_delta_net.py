@@ -173,20 +173,34 @@ def _chunk_terms(inputs: Inputs, mask: Array) -> _ChunkTerms:
     heads = inputs.k.shape[2]
     q, k = (t.swapaxes(1, 2)[:, :, None] for t in (inputs.q, inputs.k))
     v, g, beta = (_by_head(t, heads) for t in (inputs.v, inputs.g, inputs.beta))
-    n = v.shape[3]
     log_decay = jnp.einsum("bij,bhrj->bhri", mask.astype(jnp.float32), g, precision=PRECISION)
     mask = mask[:, None, None]
     # The difference first, masked before exp: under strong decay the other triangle overflows.
     decay = jnp.exp(jnp.where(mask, log_decay[..., :, None] - log_decay[..., None, :], -jnp.inf))
-    right = beta[..., None] * jnp.concatenate(
-        [v, jnp.exp(log_decay)[..., None] * jnp.broadcast_to(k, (*v.shape[:-1], k.shape[-1]))], axis=-1
-    )
-    if n > 1:
-        lower = jnp.tril(beta[..., None] * decay * _dot_rows(k, k), -1)
-        # Forward substitution; the unit diagonal is implied.
-        right = lax.linalg.triangular_solve(lower, right, left_side=True, lower=True, unit_diagonal=True)
-    solved_values, solved_keys = jnp.split(right, [v.shape[-1]], axis=-1)
+    inverse = unit_lower_inverse(beta[..., None] * decay * _dot_rows(k, k))
+    solved_values = _matmul(inverse, beta[..., None] * v)
+    solved_keys = _matmul(inverse * (beta * jnp.exp(log_decay))[..., None, :], k)
     return _ChunkTerms(q, k, solved_values, solved_keys, decay * _dot_rows(q, k), log_decay)
+
+
+def unit_lower_inverse(a: Array) -> Array:
+    """`(I + A)^-1` for the part A of `a [..., n, n]` below the diagonal.
+
+    Block forward substitution: inverses of diagonal blocks of size s give those of size 2s, since the corner is
+    -X22 A21 X11. Stable where the product of the powers of -A, shorter still, is not: with equal keys and no decay
+    those reach binomial coefficients of n. Not `lax.linalg.triangular_solve`: on a CPU two of those at once can wait
+    for each other's threads for ever (jaxlib 0.10.2, 2 cores).
+    """
+    i = jnp.arange(a.shape[-1])
+    inverse = jnp.eye(a.shape[-1], dtype=a.dtype)
+    size = 1
+    while size < a.shape[-1]:
+        block, half = i // (2 * size), i // size % 2
+        corner = (block[:, None] == block) & (half[:, None] > half)
+        step = jnp.where(corner, a, 0.0)
+        inverse = inverse - (step if size == 1 else _matmul(_matmul(inverse, step), inverse))
+        size *= 2
+    return inverse
 
 
 def _apply_chunk(terms: _ChunkTerms, state: Array) -> tuple[Array, Array, Array]:

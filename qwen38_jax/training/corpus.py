@@ -6,6 +6,7 @@ Debian strips most of `test/`, others strip `pydoc_data`. What is there is taken
 
 import ast
 import hashlib
+import runpy
 import sysconfig
 import unicodedata
 import warnings
@@ -70,14 +71,15 @@ class Corpus:
         return counts
 
 
-def load_corpus(max_code_bytes: int | None = None) -> Corpus:
+def load_corpus(max_code_bytes: int | None = None, *, root: Path | None = None) -> Corpus:
     """Reads the corpus of the running interpreter; about half a minute for all of it, most of it `ast`.
 
-    `max_code_bytes` keeps an arbitrary but fixed subset of the source files, for tests and smoke runs.
+    `max_code_bytes` keeps an arbitrary but fixed subset of the source files, for tests and smoke runs; `root` is the
+    library directory of another installation, so that a run elsewhere can learn from the same documents.
     Raises ValueError when the installation holds less than 1 MB of text, or no held-out document.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    documents = _topics()
+    root = root or Path(sysconfig.get_path("stdlib"))
+    documents = _topics(root)
     for path in _source_files(root, max_code_bytes):
         documents += _documents_of_file(path, path.relative_to(root).as_posix())
     size = sum(len(d.text) for d in documents)
@@ -96,11 +98,11 @@ def _digest(name: str, salt: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{salt}:{name}".encode()).digest()[:8], "big")
 
 
-def _topics() -> list[Document]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
+def _topics(root: Path) -> list[Document]:
+    path = root / "pydoc_data" / "topics.py"
+    if not path.exists():
         return []
+    topics = runpy.run_path(str(path))["topics"]
     return [Document(f"topic:{name}", "prose", _clean(text)) for name, text in topics.items()]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = jax.Array
 Batch = tuple[np.ndarray, ...]  # arrays with a leading batch axis
@@ -80,7 +80,7 @@ def fit(
       The state reached, saved. A run that was stopped and resumed equals one that was not, bit for bit.
     """
     optimizer = make_optimizer(config)
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def new_state() -> TrainState:
