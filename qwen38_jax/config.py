@@ -76,22 +76,24 @@ class ModelConfig:
           ConfigError: a key is missing, or its value is not supported. The message names the key.
         """
         text = config.get("text_config", config)
+        if not isinstance(text, Mapping):
+            raise ConfigError(f"text_config must be an object, got {text!r}")
         _reject_unsupported(config, text)
         rope = _rope(text)
-        head_dim = _get(text, "head_dim")
+        head_dim = _positive(text, "head_dim")
         return cls(
             linear_per_group=_linear_per_group(text),
             rotary_dim=int(head_dim * rope["partial_rotary_factor"]),
-            rope_theta=float(rope["rope_theta"]),
+            rope_theta=rope["rope_theta"],
             mrope_section=rope["mrope_section"],
             tie_word_embeddings=any(bool(level.get("tie_word_embeddings")) for level in (config, text)),
             mtp_num_hidden_layers=text.get("mtp_num_hidden_layers", 0),
             max_position_embeddings=text.get("max_position_embeddings", 262144),
-            initializer_range=text.get("initializer_range", 0.02),
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            initializer_range=_number(text.get("initializer_range", 0.02), "initializer_range"),
+            rms_norm_eps=_number(text.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             eos_token_ids=token_ids(_first(text, config, "eos_token_id"), "eos_token_id"),
             dtype=str(_first(text, config, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch."),
-            **{name: _get(text, name) for name in _PLAIN_KEYS},
+            **{name: _positive(text, name) for name in _PLAIN_KEYS},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -172,8 +174,21 @@ def _first(text: Mapping[str, Any], config: Mapping[str, Any], *keys: str) -> An
 
 def _get(text: Mapping[str, Any], key: str) -> Any:
     if text.get(key) is None:
-        raise ConfigError(f"config.json lacks {key!r} (looked in text_config and at the top level)")
+        raise ConfigError(f"config.json lacks {key!r}")
     return text[key]
+
+
+def _positive(text: Mapping[str, Any], key: str) -> int:
+    value = _get(text, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(value: Any, key: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
 
 
 def _reject_unsupported(config: Mapping[str, Any], text: Mapping[str, Any]) -> None:
@@ -187,11 +202,13 @@ def _reject_unsupported(config: Mapping[str, Any], text: Mapping[str, Any]) -> N
 
 def _linear_per_group(text: Mapping[str, Any]) -> int:
     """Length of the run of linear layers in front of every full-attention layer."""
-    n = _get(text, "num_hidden_layers")
+    n = _positive(text, "num_hidden_layers")
     types = text.get("layer_types")
     if types is None:
-        interval = _get(text, "full_attention_interval")
+        interval = _positive(text, "full_attention_interval")
         types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(n)]
+    if not isinstance(types, (list, tuple)):
+        raise ConfigError(f"layer_types must be a list, got {types!r}")
     types = list(types)
     if "full_attention" not in types:
         raise ConfigError(f"layer_types has no full_attention layer: {types}")
@@ -206,26 +223,25 @@ def _linear_per_group(text: Mapping[str, Any]) -> int:
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE constants, from `rope_parameters` or from the older flat keys."""
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"rope_parameters must be an object, got {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ConfigError(f"rope_type {kind!r} is not supported; expected 'default'")
     if not rope.get("mrope_interleaved", True):
         raise ConfigError("mrope_interleaved = false is not supported: this port interleaves the sections")
-    for key in ("rope_theta", "partial_rotary_factor"):
-        rope.setdefault(key, text.get(key))
-        if rope[key] is None:
-            raise ConfigError(f"config.json lacks {key!r} (looked in rope_parameters and in text_config)")
-    half = int(_get(text, "head_dim") * rope["partial_rotary_factor"]) // 2
-    section = tuple(rope.get("mrope_section") or (half, 0, 0))
-    return {**rope, "mrope_section": section}
+    theta, factor = (_number(_get({**text, **rope}, key), key) for key in ("rope_theta", "partial_rotary_factor"))
+    half = int(_positive(text, "head_dim") * factor) // 2
+    section = rope.get("mrope_section") or (half, 0, 0)
+    if not isinstance(section, (list, tuple)):
+        raise ConfigError(f"mrope_section must be a list, got {section!r}")
+    return {"rope_theta": theta, "partial_rotary_factor": factor, "mrope_section": tuple(section)}
 
 
 def _check(c: ModelConfig) -> None:
     for name in (*_PLAIN_KEYS, "linear_per_group", "rotary_dim", "max_position_embeddings"):
-        value = getattr(c, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        _positive(dataclasses.asdict(c), name)
     pairs = [
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),
@@ -237,7 +253,8 @@ def _check(c: ModelConfig) -> None:
         raise ConfigError(f"{c.num_hidden_layers} layers are not whole groups of {c.linear_per_group + 1}")
     if c.rotary_dim % 2 or c.rotary_dim > c.head_dim:
         raise ConfigError(f"rotary_dim = {c.rotary_dim} must be even and at most head_dim = {c.head_dim}")
-    if len(c.mrope_section) != 3 or sum(c.mrope_section) != c.rotary_dim // 2:
+    section = c.mrope_section
+    if len(section) != 3 or not all(isinstance(n, int) for n in section) or sum(section) != c.rotary_dim // 2:
         raise ConfigError(
             f"mrope_section {list(c.mrope_section)} must have three parts that add up to {c.rotary_dim // 2}"
         )

@@ -121,18 +121,6 @@ class SamplingParams:
         return cls(**defaults | {name: value for name, value in overrides.items() if value is not None})
 
 
-def eos_token_ids(generation_config: Mapping[str, Any] | None, vocab_size: int) -> tuple[int, ...]:
-    """The model's end-of-text ids: `eos_token_id`, one id, a list (Qwen3.8: [248046, 248044]), null or absent.
-
-    Raises ValueError for anything that is not an id in [0, vocab_size).
-    """
-    value = (generation_config or {}).get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list | tuple) else [value]
-    return tuple(int(_number("eos_token_id", token, Integral, 0, vocab_size - 1)) for token in ids)
-
-
 def _number(name: str, value: Any, kind: type, low: float, high: float, low_excluded: bool = False) -> Any:
     """`value`, if it is a `kind` of number (a bool is not) within the bounds; NaN fails both comparisons."""
     is_number = isinstance(value, kind) and not isinstance(value, bool)

@@ -74,12 +74,21 @@ BAD = [
     ("dtype", "float8"),
     ("head_dim", None),
     ("linear_num_key_heads", None),
+    ("head_dim", "16"),
+    ("num_hidden_layers", "4"),
+    ("layer_types", "full_attention"),
+    ("rope_parameters", "default"),
+    ("rope_parameters", {**TEXT["rope_parameters"], "rope_theta": "1e7"}),
+    ("rope_parameters", {**TEXT["rope_parameters"], "mrope_section": [1.5, 0.5, 0]}),
+    ("rms_norm_eps", "tiny"),
+    ("rms_norm_eps", float("nan")),
+    ("max_position_embeddings", 0),
 ]
 
 
 @pytest.mark.parametrize("key,value", BAD, ids=[f"{k}={str(v)[:20]}" for k, v in BAD])
 def test_unsupported_or_missing_value_names_its_key(key, value):
-    word = {"rope_parameters": "rope_type|mrope_section"}.get(key, key)
+    word = {"rope_parameters": "rope_type|mrope_section|rope_parameters|rope_theta"}.get(key, key)
     with pytest.raises(ConfigError, match=word):
         ModelConfig.from_hf({**TEXT, key: value})
 
@@ -87,3 +96,10 @@ def test_unsupported_or_missing_value_names_its_key(key, value):
 def test_layers_that_are_no_whole_groups():
     with pytest.raises(ConfigError, match="groups"):
         dataclasses.replace(SMALL, num_hidden_layers=3)
+
+
+def test_forms_that_are_no_config():
+    with pytest.raises(ConfigError, match="text_config"):
+        ModelConfig.from_hf({"text_config": []})
+    with pytest.raises(ConfigError, match="full_attention_interval"):
+        ModelConfig.from_hf({**TEXT, "layer_types": None, "full_attention_interval": 0})

@@ -25,7 +25,7 @@ from qwen38_jax.sampling import (
     token_logprobs,
     update_counts,
 )
-from qwen38_jax.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams, eos_token_ids
+from qwen38_jax.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_IDS, SamplingParams
 
 V, REAL = 24, 21  # a vocabulary with a padded tail of three ids
 EOS = (20, 19)
@@ -590,12 +590,3 @@ def test_defaults_come_from_the_generation_config():
     assert SamplingParams.from_generation_config(greedy, temperature=0.5).temperature == 0.5
     with pytest.raises(ValueError, match="^top_k"):
         SamplingParams.from_generation_config({"top_k": -5})
-
-
-def test_end_of_text_ids_may_be_one_a_list_or_none():
-    assert eos_token_ids({"eos_token_id": [248046, 248044]}, 248320) == (248046, 248044)
-    assert eos_token_ids({"eos_token_id": 0}, 512) == (0,)
-    assert eos_token_ids({"eos_token_id": None}, 512) == eos_token_ids({}, 512) == eos_token_ids(None, 512) == ()
-    for value in (512, -1, [1, 512], "1", [True]):
-        with pytest.raises(ValueError, match="eos_token_id"):
-            eos_token_ids({"eos_token_id": value}, 512)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from qwen38_jax.block import Block, visible
@@ -183,6 +184,7 @@ def _chunk_terms(inputs: Inputs, mask: Array) -> _ChunkTerms:
     return _ChunkTerms(q, k, solved_values, solved_keys, decay * _dot_rows(q, k), log_decay)
 
 
+@jax.custom_jvp
 def unit_lower_inverse(a: Array) -> Array:
     """`(I + A)^-1` for the part A of `a [..., n, n]` below the diagonal.
 
@@ -191,16 +193,23 @@ def unit_lower_inverse(a: Array) -> Array:
     those reach binomial coefficients of n. Not `lax.linalg.triangular_solve`: on a CPU two of those at once can wait
     for each other's threads for ever (jaxlib 0.10.2, 2 cores).
     """
-    i = jnp.arange(a.shape[-1])
-    inverse = jnp.eye(a.shape[-1], dtype=a.dtype)
+    n = a.shape[-1]
+    inverse = jnp.broadcast_to(jnp.eye(n, dtype=a.dtype), a.shape)
     size = 1
-    while size < a.shape[-1]:
-        block, half = i // (2 * size), i // size % 2
+    while size < n:
+        block, half = np.arange(n) // (2 * size), np.arange(n) // size % 2
         corner = (block[:, None] == block) & (half[:, None] > half)
         step = jnp.where(corner, a, 0.0)
         inverse = inverse - (step if size == 1 else _matmul(_matmul(inverse, step), inverse))
         size *= 2
     return inverse
+
+
+@unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """dX = -X dA X: two products, where differentiating the substitution takes twenty and keeps every step of it."""
+    inverse = unit_lower_inverse(*primals)
+    return inverse, -_matmul(_matmul(inverse, jnp.tril(tangents[0], -1)), inverse)
 
 
 def _apply_chunk(terms: _ChunkTerms, state: Array) -> tuple[Array, Array, Array]:

@@ -1,0 +1,123 @@
+"""The command as a user types it: output on stdout, one line of error on stderr, exit codes."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qwen38_jax.cli import main
+
+
+def cli(capsys, *args):
+    """Exit code, stdout, stderr of `qwen38 ARGS` in this process."""
+    try:
+        code = main([str(a) for a in args])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+GREEDY = ("--temperature", "0", "--max-new-tokens", "8")
+
+
+def test_help_is_quick_and_imports_no_jax():
+    began = time.perf_counter()
+    code = "import sys; from qwen38_jax.cli import main\ntry: main(['--help'])\nfinally: assert 'jax' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and "generate" in result.stdout, result.stderr
+    assert time.perf_counter() - began < 5  # under a second on an idle machine
+
+
+def test_prompt_with_json(capsys):
+    code, out, _ = cli(capsys, "generate", "--prompt", "def add(a, b):", *GREEDY, "--json")
+    [record] = map(json.loads, out.splitlines())
+    assert code == 0 and record["finish_reason"] in ("stop", "length")
+    assert 1 <= len(record["token_ids"]) <= 8 and record["steps"] == len(record["token_ids"]) - 1
+    assert {"text", "prompt_tokens", "prefill_seconds", "decode_seconds"} <= record.keys()
+    ids = ",".join(map(str, record["token_ids"]))
+    code, out, _ = cli(capsys, "generate", "--token-ids", ids, *GREEDY, "--json")
+    assert code == 0 and json.loads(out)["prompt_tokens"] == len(record["token_ids"])
+
+
+def test_chat_streams_text_and_ends_with_the_figures(capsys):
+    code, out, err = cli(capsys, "generate", "--chat", "Hello", "--no-thinking", *GREEDY)
+    assert code == 0 and out.strip()
+    assert all(word in err for word in ("tok/s", "tokens/step", "ms/step", "prefill"))
+
+
+def test_seed_makes_sampling_repeatable(capsys):
+    runs = [
+        json.loads(cli(capsys, "generate", "--prompt", "import", "--temperature", "1", "--seed", s, "--top-p", "1",
+                       "--top-k", "0", "--max-new-tokens", "12", "--json")[1])["token_ids"]
+        for s in (1, 1, 2)
+    ]  # fmt: skip
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_prompt_file_goes_on_past_bad_lines(capsys, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    good = [{"prompt": "x = 1"}, {"prompt_ids": [5, 6]}, {"messages": [{"role": "user", "content": "hi"}], "id": 7}]
+    bad = [b"{not json", b"[1]", b'{"prompt": ""}', b'{"prompt_ids": [99999999]}', b'{"prompt": 1}', b"{}", b'"\xff"']
+    lines = [json.dumps(record).encode() for record in good]
+    path.write_bytes(b"\n".join([lines[0], *bad, b"", lines[1], lines[2]]))
+    code, out, err = cli(capsys, "generate", "--prompts", path, *GREEDY, "--json", "--no-thinking")
+    assert code == 1
+    assert [json.loads(line)["line"] for line in out.splitlines()] == [1, 10, 11]
+    for number in range(2, 9):
+        assert f"{path}:{number}: " in err
+    assert "7 of 10" in err
+
+
+def test_score(capsys, tmp_path):
+    path = tmp_path / "text.py"
+    path.write_text("import os\n\n\ndef main():\n    return os.getcwd()\n")
+    code, out, _ = cli(capsys, "score", "--text", path, "--json")
+    record = json.loads(out)
+    assert code == 0 and record["tokens"] == len(record["logprobs"]) == len(record["token_ids"]) - 1
+    assert 1 < record["perplexity"] < 1000
+    ids = ",".join(map(str, record["token_ids"]))
+    code, out, _ = cli(capsys, "score", "--token-ids", ids)
+    assert code == 0 and f"{record['perplexity']:.4f}" in out
+
+
+def test_inspect(capsys):
+    from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
+
+    code, out, _ = cli(capsys, "inspect", SHIPPED_CHECKPOINT)
+    assert code == 0 and "gated_delta_net" in out
+    code, out, _ = cli(capsys, "inspect", SHIPPED_CHECKPOINT, "--json")
+    assert json.loads(out)["mtp"] == "present"
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (("generate", "--prompt", "x", "--checkpoint", "/nonexistent"), "/nonexistent"),
+        (("generate", "--prompt", ""), "empty"),
+        (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("generate", "--prompt", "x", "--top-p", "2"), "top_p"),
+        (("generate", "--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
+        (("generate", "--prompt", "x", "--stop", ""), "stop"),
+        (("generate", "--token-ids", "-1"), "-1"),
+        (("generate", "--prompts", "/nonexistent.jsonl"), "/nonexistent.jsonl"),
+        (("generate", "--prompt", "x", "--max-batch", "0"), "max_batch"),
+        (("score", "--token-ids", "5"), "2 to"),
+        (("score", "--text", "/nonexistent"), "/nonexistent"),
+        (("inspect", "/nonexistent"), "/nonexistent"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(capsys, args, words):
+    code, out, err = cli(capsys, *args)
+    assert code == 1 and not out
+    assert err.startswith("qwen38: error: ") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args", [(), ("generate",), ("generate", "--prompt", "a", "--chat", "b"), ("generate", "--token-ids", "a"),
+             ("generate", "--prompt", "a", "--speculate", "mtp"), ("score",)]
+)  # fmt: skip
+def test_wrong_usage_exits_2(capsys, args):
+    assert cli(capsys, *args)[0] == 2
