@@ -14,7 +14,7 @@ from qwen38_jax.layers.mlp import mlp
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import RopeTable, rope_table
 from qwen38_jax.params import Params
-from qwen38_jax.state import State, nothing_pending, settled_full, settled_linear, write_rows
+from qwen38_jax.state import State, check_block, nothing_pending, settled_full, settled_linear, write_rows
 
 Array = jax.Array
 
@@ -31,7 +31,7 @@ def forward(
     """Runs a block of rows on top of `state`.
 
     Args:
-      block: `[B, L]` rows. Their tokens are not checked here: an id outside the vocabulary is clamped.
+      block: `[B, L]` rows. Ids are checked only when the call is not traced (`state.check_block`).
       commit: True appends every valid row to the state (prefill, plain decoding). False leaves the rows pending for
         `state.accept`; rows of the previous block that were not accepted are gone.
       tap_layers: layers whose output (the residual stream) is wanted too.
@@ -43,6 +43,8 @@ def forward(
       ValueError: a tree with `commit`, or a block of more rows than the state keeps pending.
     """
     _check(block, state, commit)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((block, state))):
+        check_block(cfg, block, state)
     x = embed(params.embed, block.tokens)
     taps = jnp.zeros((len(tap_layers), *x.shape), x.dtype)
     tap_slots = np.full(cfg.num_hidden_layers, len(tap_layers), np.int32)

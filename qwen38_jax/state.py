@@ -8,9 +8,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
+from qwen38_jax.block import Block
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.gated_delta_net import Writes, keep_columns, keep_rows
 
@@ -131,6 +133,36 @@ def init_state(cfg: ModelConfig, sizes: StateConfig) -> State:
     state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), abstract_state(cfg, sizes))
     table = jnp.arange(state.block_table.size, dtype=jnp.int32).reshape(state.block_table.shape)
     return state.replace(block_table=table)
+
+
+def check_block(cfg: ModelConfig, block: Block, state: State) -> None:
+    """Checks what a compiled program cannot: there a bad id is clamped, a negative one wraps, and all looks well.
+
+    Waits for the device; `forward` calls it whenever it is not being traced.
+
+    Raises:
+      ValueError: a valid row has a token outside the vocabulary, or a position without a page; a page id is outside
+        the pool; a parent is not an earlier row.
+    """
+    block, table = jax.device_get((block, state.block_table))
+    valid = block.valid
+    pages, page = state.kv.k.shape[1:3]
+    _within("token id", block.tokens[valid], cfg.vocab_size)
+    _within("position", block.positions[valid], state.capacity)
+    _within("page id (the number of pages means none)", table, pages + 1)
+    unassigned = np.take_along_axis(table, np.clip(block.positions // page, 0, table.shape[1] - 1), axis=1) == pages
+    if (unassigned & valid).any():
+        raise ValueError(f"position {block.positions[unassigned & valid][0]} has no page in the block table")
+    if block.parents is not None:
+        rows = np.broadcast_to(np.arange(valid.shape[1]), valid.shape)
+        _within("parent + 1 (an earlier row + 1, or 0)", (block.parents + 1)[valid], rows[valid] + 1)
+
+
+def _within(name: str, values: np.ndarray, bound: np.ndarray | int) -> None:
+    outside = (values < 0) | (values >= bound)
+    if outside.any():
+        limit = np.broadcast_to(bound, values.shape)[outside][0]
+        raise ValueError(f"{name} {values[outside][0]} is not in [0, {limit - 1}]")
 
 
 def accept(state: State, n: Array) -> State:

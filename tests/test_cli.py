@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -23,12 +22,13 @@ def cli(capsys, *args):
 GREEDY = ("--temperature", "0", "--max-new-tokens", "8")
 
 
-def test_help_is_quick_and_imports_no_jax():
-    began = time.perf_counter()
-    code = "import sys; from qwen38_jax.cli import main\ntry: main(['--help'])\nfinally: assert 'jax' not in sys.modules"
+def test_help_imports_no_jax():
+    """Which is what makes it answer at once."""
+    code = (
+        "import sys; from qwen38_jax.cli import main\ntry: main(['--help'])\nfinally: assert 'jax' not in sys.modules"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0 and "generate" in result.stdout, result.stderr
-    assert time.perf_counter() - began < 5  # under a second on an idle machine
 
 
 def test_prompt_with_json(capsys):

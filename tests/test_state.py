@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from qwen38_jax.block import Block, ancestors, chain_block
 from qwen38_jax.layers import gated_delta_net as gdn
-from qwen38_jax.state import StateConfig, accept, accept_path, flush, init_state, write_rows
+from qwen38_jax.model import forward
+from qwen38_jax.state import StateConfig, accept, accept_path, check_block, flush, init_state, write_rows
 from tests.models import SMALL, assert_same_state, committed, extend, poisoned_state, prompt, run, small_params
 
 SIZES = StateConfig(batch=1, capacity=128, rows=16, page=8)
@@ -220,6 +221,40 @@ def test_donated_buffers_give_the_same_tokens(base):
         donated, _, _ = donating(params, SMALL, chain_block(tokens, state.lengths), state, commit=True)
         np.testing.assert_array_equal(donated, kept)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, base), snapshot)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_one_bad_index_is_an_error_outside_a_trace(data):
+    """Inside a compiled program it would be clamped, wrapped or dropped, and the answer would look plausible."""
+    state = init_state(SMALL, StateConfig(2, 32, rows=8, page=8))
+    block = chain_block(prompt(6, batch=2), jnp.array([3, 20])).replace(
+        parents=jnp.broadcast_to(jnp.arange(6) - 1, (2, 6))
+    )
+    check_block(SMALL, block, state)
+    where = (data.draw(st.integers(0, 1)), data.draw(st.integers(0, 5)))
+    field, bad = data.draw(
+        st.sampled_from(
+            [("tokens", [-1, 64, 2**30]), ("positions", [-1, 32]), ("parents", [-2, 6]), ("table", [-1, 9])]
+        )
+    )
+    value = data.draw(st.sampled_from(bad))
+    if field == "table":
+        state = state.replace(block_table=state.block_table.at[where[0], where[1] % 4].set(value))
+    else:
+        block = block.replace(**{field: getattr(block, field).at[where].set(value)})
+    with pytest.raises(ValueError, match=r"not in \[0|no page"):
+        check_block(SMALL, block, state)
+    if field == "tokens":
+        hidden = block.replace(valid=block.valid.at[where].set(False))  # padding may hold anything
+        check_block(SMALL, hidden, state)
+
+
+def test_position_without_a_page_is_an_error_outside_a_trace():
+    state = init_state(SMALL, StateConfig(1, 16, page=8))
+    state = state.replace(block_table=jnp.array([[0, 2]]))
+    with pytest.raises(ValueError, match="position 8 has no page"):
+        forward(small_params(), SMALL, chain_block(prompt(2), jnp.array([7])), state, commit=True)
 
 
 @pytest.mark.parametrize(
