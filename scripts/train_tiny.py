@@ -18,7 +18,7 @@ import numpy as np
 
 from qwen38_jax.checkpoint import export_checkpoint
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.params import Params, cast, init_params
+from qwen38_jax.params import Params, abstract, cast, init_params
 from qwen38_jax.training import dataset
 from qwen38_jax.training.bpe import VOCAB_SIZE, save_tokenizer, train_tokenizer
 from qwen38_jax.training.corpus import Corpus, load_corpus
@@ -159,7 +159,13 @@ def train(run: Path, plan: Plan, seconds: float):
     def init() -> Params:
         return init_params(dataclasses.replace(plan.model, dtype="float32"), jax.random.key(plan.seed))
 
-    return fit(loss, init, Batches(run, plan), config, run, seconds=seconds)
+    decays = jax.tree.map(lambda info: _decays(info.axes), abstract(plan.model))
+    return fit(loss, init, Batches(run, plan), config, run, decays=decays, seconds=seconds)
+
+
+def _decays(axes: tuple[str, ...]) -> bool:
+    """Matrices do; norms, the short filters and the per-head constants of the recurrence do not."""
+    return len([axis for axis in axes if axis != "layer"]) == 2 and "width" not in axes
 
 
 def held_out_loss(run: Path, plan: Plan, params: Params) -> dict[str, float]:

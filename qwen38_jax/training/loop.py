@@ -29,7 +29,7 @@ class TrainConfig:
     peak_rate: float
     final_rate: float
     warmup_steps: int
-    weight_decay: float = 0.1  # on matrices only
+    weight_decay: float = 0.1
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0
@@ -47,15 +47,14 @@ class TrainState:
     step: Array  # int32 scalar: updates done
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm."""
+def make_optimizer(config: TrainConfig, decays: Any = None) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm. `decays` says for each leaf whether weight decay applies; None: all."""
     rate = optax.warmup_cosine_decay_schedule(
         0.0, config.peak_rate, config.warmup_steps, config.steps, config.final_rate
     )
-    matrices = lambda params: jax.tree.map(lambda p: p.ndim >= 2 and min(p.shape[-2:]) > 8, params)  # noqa: E731
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices),
+        optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays),
     )
 
 
@@ -66,6 +65,7 @@ def fit(
     config: TrainConfig,
     directory: Path,
     *,
+    decays: Any = None,
     seconds: float = float("inf"),
 ) -> TrainState:
     """Trains until `config.steps` or until about `seconds` have passed, resuming from `directory` if it holds a run.
@@ -74,12 +74,13 @@ def fit(
       loss: `(params, *batch) -> (scalar, named parts)`, differentiated in its first argument.
       init: makes the fp32 parameters of a new run.
       batch_at: the batch of a step, a function of the step alone: a resumed run sees what an unbroken one would.
+      decays: as in `make_optimizer`.
       directory: gets `state/` (orbax, the last two saves) and `log.jsonl`, one line every `log_every` steps.
 
     Returns:
       The state reached, saved. A run that was stopped and resumed equals one that was not, bit for bit.
     """
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config, decays)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
@@ -116,7 +117,7 @@ def _make_update(loss: LossFunction, optimizer: optax.GradientTransformation):
     def update(state: TrainState, *batch: Array) -> tuple[TrainState, dict[str, Array]]:
         grads, parts = jax.grad(loss, has_aux=True)(state.params, *batch)
         changes, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        parts = {**parts, "grad_norm": optax.global_norm(grads)}
+        parts = {**parts, "grad_norm": optax.tree.norm(grads)}
         return TrainState(optax.apply_updates(state.params, changes), optimizer_state, state.step + 1), parts
 
     return update

@@ -1,0 +1,77 @@
+"""The loop by itself, on a model of one matrix: resume is exact, logs are honest, a broken loss stops the run."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen38_jax.training.loop import TrainConfig, fit, make_optimizer, read_log
+
+CONFIG = TrainConfig(steps=30, peak_rate=1e-2, final_rate=1e-3, warmup_steps=3, log_every=5)
+
+
+def init():
+    return {"w": jax.random.normal(jax.random.key(0), (16, 16)), "b": jnp.zeros(16)}
+
+
+def batch_at(step):
+    x = np.random.default_rng(step).standard_normal((8, 16)).astype(np.float32)
+    return x, x[:, ::-1].copy()
+
+
+def loss(params, x, y):
+    error = jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+    return error, {"loss": error}
+
+
+def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path):
+    whole = fit(loss, init, batch_at, CONFIG, tmp_path / "whole")
+    for _ in range(6):  # every stretch ends after one log line
+        parts = fit(loss, init, batch_at, CONFIG, tmp_path / "parts", seconds=0)
+    assert int(whole.step) == int(parts.step) == 30
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    logs = [[(r["step"], r["loss"]) for r in read_log(tmp_path / name / "log.jsonl")] for name in ("whole", "parts")]
+    assert logs[0] == logs[1] and [step for step, _ in logs[0]] == [5, 10, 15, 20, 25, 30]
+    assert logs[0][-1][1] < logs[0][0][1]
+
+
+def test_finished_run_is_only_restored(tmp_path):
+    first = fit(loss, init, batch_at, CONFIG, tmp_path)
+
+    def unused(step):
+        raise AssertionError("nothing is left to do")
+
+    jax.tree.map(np.testing.assert_array_equal, first, fit(loss, init, unused, CONFIG, tmp_path))
+
+
+def test_log_past_the_last_save_is_cut_off(tmp_path):
+    fit(loss, init, batch_at, CONFIG, tmp_path, seconds=0)
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write(json.dumps({"step": 10, "loss": 1.0}) + '\n{"step": 15, "lo')
+    fit(loss, init, batch_at, CONFIG, tmp_path)
+    assert [r["step"] for r in read_log(tmp_path / "log.jsonl")] == [5, 10, 15, 20, 25, 30]
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path):
+    def broken(params, x, y):
+        value, parts = loss(params, x * jnp.nan, y)
+        return value, parts
+
+    with pytest.raises(FloatingPointError, match="step 5"):
+        fit(broken, init, batch_at, CONFIG, tmp_path)
+
+
+def test_decay_where_it_is_asked_for():
+    params = {"w": jnp.ones((4, 4)), "norm": jnp.ones((3, 4))}
+    optimizer = make_optimizer(CONFIG, {"w": True, "norm": False})
+    state = optimizer.init(params)
+    for _ in range(3):  # the rate is zero at first
+        changes, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    assert np.abs(changes["w"]).max() > 0 and not np.abs(changes["norm"]).any()
+
+
+def test_impossible_schedule_is_refused():
+    with pytest.raises(ValueError, match="warmup_steps"):
+        TrainConfig(steps=3, peak_rate=1, final_rate=0, warmup_steps=3)
