@@ -26,20 +26,26 @@ def __getattr__(name: str):
 
 
 def _keep_compiled_programs() -> None:
-    """Turns on JAX's persistent compilation cache, in the user's cache directory, unless they chose another.
+    """Turns on JAX's persistent compilation cache, in the user's cache directory, unless they have set one up.
 
     A 64-layer step takes tens of seconds to compile and is the same in every run. JAX_COMPILATION_CACHE_DIR names
     another place; JAX_ENABLE_COMPILATION_CACHE=false turns it off.
     """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        cache = cache if cache.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
         return
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen38_jax" / "programs"
-    settings = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.3}
-    if "jax" in sys.modules:  # too late for the environment
+    settings = {
+        "jax_compilation_cache_dir": str(cache / "qwen38_jax" / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.3,
+    }
+    if "jax" not in sys.modules:
+        for name, value in settings.items():
+            os.environ.setdefault(name.upper(), str(value))
+    elif sys.modules["jax"].config.jax_compilation_cache_dir is None:  # too late for the environment
         for name, value in settings.items():
             sys.modules["jax"].config.update(name, value)
-    else:
-        os.environ.update({name.upper(): str(value) for name, value in settings.items()})
 
 
 _keep_compiled_programs()

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,14 +12,15 @@ from qwen38_jax import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0; 1 after an error, which is one line on stderr."""
+    """Runs one verb. Returns 0; 1 after an error, which is told on stderr."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains as it closes
+        return 1
     except (ValueError, OSError) as error:
         print(f"qwen38: error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
         return 1
     except KeyboardInterrupt:
         return 130
@@ -113,16 +115,24 @@ _SAMPLING_FLAGS = (
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from qwen38_jax.sampling_params import SamplingParams
+
+    flags = {name: getattr(args, name) for name in _SAMPLING_FLAGS if getattr(args, name) is not None}
+    SamplingParams(**flags)  # a bad value is told before the weights are loaded
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs reports in JSON only: add --json")
+    if args.no_thinking and args.chat is None and args.prompts is None:
+        raise ValueError("--no-thinking is for a chat template: use --chat or --prompts")
+    lines = None if args.prompts is None else list(_lines(args.prompts))
     from qwen38_jax.engine import Engine, Request
 
     engine = Engine.from_checkpoint(
         args.checkpoint, dtype=args.dtype, state_dtype=args.state_dtype, max_batch=args.max_batch
     )
-    flags = {name: getattr(args, name) for name in _SAMPLING_FLAGS}
-    sampling = engine.sampling(**{name: value for name, value in flags.items() if value is not None})
+    sampling = engine.sampling(**flags)
     options = {"sampling": sampling, "thinking": not args.no_thinking}
-    if args.prompts is not None:
-        return _generate_file(engine, args, options)
+    if lines is not None:
+        return _generate_file(engine, args, lines, options)
     messages = None if args.chat is None else [{"role": "user", "content": args.chat}]
     request = Request(prompt=args.prompt, messages=messages, prompt_ids=args.token_ids, **options)
     if args.json:
@@ -135,10 +145,10 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate_file(engine, args: argparse.Namespace, options: dict) -> int:
+def _generate_file(engine, args: argparse.Namespace, lines: list[tuple[int, bytes]], options: dict) -> int:
     """Answers a file of prompts. A bad line is reported and left out; the exit code then is 1."""
     good, bad = [], 0
-    for number, line in _lines(args.prompts):
+    for number, line in lines:
         try:
             request = _request_of_line(line, options)
             engine.encode(request)
@@ -170,9 +180,15 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _request_of_line(line: bytes, options: dict):
     from qwen38_jax.engine import Request
 
-    record = json.loads(line)  # its error, and a wrong encoding's, are ValueErrors
+    try:
+        record = json.loads(line)  # its error, and a wrong encoding's, are ValueErrors
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+    settings = sorted(record.keys() & {*_SAMPLING_FLAGS, "tools", "thinking"})
+    if settings:
+        raise ValueError(f"{settings[0]} cannot be set for one prompt; the command's flags hold for all")
     fields = {name: record[name] for name in ("prompt", "messages", "prompt_ids") if name in record}
     expected = {"prompt": str, "messages": list, "prompt_ids": list}
     for name, value in fields.items():
@@ -185,7 +201,7 @@ def _to_json(completion, **extra) -> str:
     record = {**extra, **dataclasses.asdict(completion)}
     if completion.logprobs is None:
         del record["logprobs"]
-    return json.dumps(record, ensure_ascii=False)
+    return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
 
 def _summary(completion) -> str:

@@ -86,7 +86,7 @@ class ModelConfig:
             rotary_dim=int(head_dim * rope["partial_rotary_factor"]),
             rope_theta=rope["rope_theta"],
             mrope_section=rope["mrope_section"],
-            tie_word_embeddings=any(bool(level.get("tie_word_embeddings")) for level in (config, text)),
+            tie_word_embeddings=_tied(config, text),
             mtp_num_hidden_layers=text.get("mtp_num_hidden_layers", 0),
             max_position_embeddings=text.get("max_position_embeddings", 262144),
             initializer_range=_number(text.get("initializer_range", 0.02), "initializer_range"),
@@ -153,6 +153,7 @@ _SUPPORTED = {
     "mtp_num_hidden_layers": (0, 1),
     "mtp_use_dedicated_embeddings": (False,),
     "num_experts": (0,),
+    "use_sliding_window": (False,),
 }
 
 
@@ -196,8 +197,17 @@ def _reject_unsupported(config: Mapping[str, Any], text: Mapping[str, Any]) -> N
         if level.get("model_type", "qwen3_5") not in _MODEL_TYPES:
             raise ConfigError(f"model_type {level['model_type']!r} is not supported; expected one of {_MODEL_TYPES}")
     for key, allowed in _SUPPORTED.items():
-        if text.get(key, allowed[0]) not in allowed:
+        value = text.get(key, allowed[0])
+        if value not in allowed or type(value) is not type(allowed[0]):
             raise ConfigError(f"{key} = {text[key]!r} is not supported; this port computes {allowed}")
+
+
+def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether either level ties the output head to the embedding."""
+    values = [level.get("tie_word_embeddings") or False for level in (config, text)]
+    if not all(isinstance(value, bool) for value in values):
+        raise ConfigError(f"tie_word_embeddings must be true or false, got {values}")
+    return any(values)
 
 
 def _linear_per_group(text: Mapping[str, Any]) -> int:
@@ -214,6 +224,10 @@ def _linear_per_group(text: Mapping[str, Any]) -> int:
         raise ConfigError(f"layer_types has no full_attention layer: {types}")
     run = types.index("full_attention")
     group = ["linear_attention"] * run + ["full_attention"]
+    if text.get("full_attention_interval") not in (None, run + 1):
+        raise ConfigError(
+            f"full_attention_interval = {text['full_attention_interval']} contradicts layer_types {types}"
+        )
     if run == 0 or n % len(group) or types != group * (n // len(group)):
         raise ConfigError(
             f"layer_types must repeat one group (linear layers, then one full_attention) over {n} layers: {types}"
@@ -223,12 +237,14 @@ def _linear_per_group(text: Mapping[str, Any]) -> int:
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE constants, from `rope_parameters` or from the older flat keys."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"rope_parameters must be an object, got {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rope_type {kind!r} is not supported; expected 'default'")
+    found = [text.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    for rope in found:
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"rope_parameters must be an object, got {rope!r}")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(f"rope_type {kind!r} is not supported; expected 'default'")
+    rope = found[0] or found[1]
     if not rope.get("mrope_interleaved", True):
         raise ConfigError("mrope_interleaved = false is not supported: this port interleaves the sections")
     theta, factor = (_number(_get({**text, **rope}, key), key) for key in ("rope_theta", "partial_rotary_factor"))
@@ -254,7 +270,11 @@ def _check(c: ModelConfig) -> None:
     if c.rotary_dim % 2 or c.rotary_dim > c.head_dim:
         raise ConfigError(f"rotary_dim = {c.rotary_dim} must be even and at most head_dim = {c.head_dim}")
     section = c.mrope_section
-    if len(section) != 3 or not all(isinstance(n, int) for n in section) or sum(section) != c.rotary_dim // 2:
+    if (
+        len(section) != 3
+        or not all(isinstance(n, int) and n >= 0 for n in section)
+        or sum(section) != c.rotary_dim // 2
+    ):
         raise ConfigError(
             f"mrope_section {list(c.mrope_section)} must have three parts that add up to {c.rotary_dim // 2}"
         )

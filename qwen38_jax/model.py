@@ -12,7 +12,7 @@ from qwen38_jax.layers.gated_delta_net import CHUNK, gated_delta_net
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.mlp import mlp
 from qwen38_jax.layers.norm import rms_norm
-from qwen38_jax.layers.rope import RopeTable, rope_table
+from qwen38_jax.layers.rope import rope_table
 from qwen38_jax.params import Params
 from qwen38_jax.state import State, check_block, nothing_pending, settled_full, settled_linear, write_rows
 
@@ -40,9 +40,9 @@ def forward(
       The hidden rows `[B, L, H]` after the final norm; the taps `[len(tap_layers), B, L, H]`; the next state.
 
     Raises:
-      ValueError: a tree with `commit`, or a block of more rows than the state keeps pending.
+      ValueError: a tree with `commit`, a block of more rows than the state keeps pending, a tap that is no layer.
     """
-    _check(block, state, commit)
+    _check(cfg, block, state, commit, tap_layers)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((block, state))):
         check_block(cfg, block, state)
     x = embed(params.embed, block.tokens)
@@ -76,7 +76,9 @@ def logits(params: Params, hidden: Array) -> Array:
         return linear(hidden, head, jnp.float32)
 
 
-def _check(block: Block, state: State, commit: bool) -> None:
+def _check(cfg: ModelConfig, block: Block, state: State, commit: bool, tap_layers: tuple[int, ...]) -> None:
+    if len(set(tap_layers)) < len(tap_layers) or not all(0 <= i < cfg.num_hidden_layers for i in tap_layers):
+        raise ValueError(f"tap_layers must be different layers in [0, {cfg.num_hidden_layers - 1}], got {tap_layers}")
     if commit and block.parents is not None:
         raise ValueError("a tree of drafts cannot be committed as it is; verify it, then accept a path")
     n = block.tokens.shape[1]
@@ -109,22 +111,17 @@ def _linear_layer(params, cfg, i, x, block, state, commit):
 def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
     """Attention layer of group `g`, and its MLP: `x [B, L, H]` and the state after it."""
     layer = _select(params.full, g)
-    kv = settled_full(state, g)
-    context = Context(kv.k, kv.v, g, state.block_table, state.lengths)
-    x, k, v = attention_layer(layer, cfg, x, rope, mask, context)
-    if commit:
-        kv = write_rows(kv, g, state.block_table, k, v, block.positions, block.valid)
-    else:
-        state = _put_pending(state, k=_at(g)(state.pending.k, k), v=_at(g)(state.pending.v, v))
-    return x, state.replace(kv=kv)
-
-
-def attention_layer(layer, cfg: ModelConfig, x: Array, rope: RopeTable, mask: Array, context: Context | None):
-    """A decoder layer with gated attention. Returns `x [B, L, H]` and the rows' keys and values."""
     with jax.named_scope("attention"):
+        kv = settled_full(state, g)
         rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
+        if commit:
+            kv = write_rows(kv, g, state.block_table, rows.k, rows.v, block.positions, block.valid)
+        else:
+            state = _put_pending(state, k=_at(g)(state.pending.k, rows.k), v=_at(g)(state.pending.v, rows.v))
+        # Read after the last write, or the whole pool is copied; the new rows lie beyond the lengths.
+        context = Context(kv.k, kv.v, g, state.block_table, state.lengths)
         x = x + output(layer.mixer, rows, attend(rows, mask, context))
-    return add_mlp(layer, cfg, x), rows.k, rows.v
+    return add_mlp(layer, cfg, x), state.replace(kv=kv)
 
 
 def add_mlp(layer, cfg: ModelConfig, x: Array) -> Array:
@@ -153,4 +150,9 @@ def _advance(state: State, block: Block, commit: bool) -> State:
     if commit:
         return state.replace(lengths=state.lengths + jnp.sum(block.valid, axis=1, dtype=jnp.int32))
     n = block.tokens.shape[1]
-    return _put_pending(state, positions=state.pending.positions.at[:, :n].set(block.positions))
+    pending = state.pending
+    return _put_pending(
+        state,
+        positions=pending.positions.at[:, :n].set(block.positions),
+        valid=pending.valid.at[:, :n].set(block.valid),
+    )

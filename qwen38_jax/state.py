@@ -14,6 +14,7 @@ from jax import lax
 
 from qwen38_jax.block import Block
 from qwen38_jax.config import ModelConfig
+from qwen38_jax.layers.attention import pages_at_once
 from qwen38_jax.layers.gated_delta_net import Writes, keep_columns, keep_rows
 
 Array = jax.Array
@@ -31,13 +32,13 @@ class KvCache:
 class Pending:
     """Rows of the last verify block. R is the largest block the state has room for.
 
-    positions: `[B, R]` int32; path: `[B, R]` bool, rows accepted; leaf: `[B]` int32, the last of them.
+    positions: `[B, R]` int32; valid: `[B, R]` bool, rows that may be accepted; path: `[B, R]` bool, rows that are.
     writes: as `gated_delta_net.Writes`, stacked `[linear layers, B, R, ...]`; k, v: `[groups, B, R, kv_heads, D]`.
     """
 
     positions: Array
+    valid: Array
     path: Array
-    leaf: Array
     writes: Writes
     k: Array
     v: Array
@@ -79,15 +80,16 @@ class StateConfig:
     def __post_init__(self):
         if self.recurrent_dtype not in ("float32", "float16"):
             raise ValueError(f"state dtype must be float32 or float16, got {self.recurrent_dtype!r}")
-        for name in ("batch", "capacity", "page"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("batch", 1), ("capacity", 1), ("page", 1), ("rows", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def pages_per_sequence(self) -> int:
-        """Rounded up to eight, the number that attention reads at a time, once there are more."""
+        """Rounded up to a multiple of the number that attention reads at a time, once there are more."""
         pages = -(-self.capacity // self.page)
-        return pages if pages <= 8 else -(-pages // 8) * 8
+        at_once = pages_at_once(self.page, pages)
+        return -(-pages // at_once) * at_once
 
 
 def abstract_state(cfg: ModelConfig, sizes: StateConfig) -> State:
@@ -107,8 +109,8 @@ def abstract_state(cfg: ModelConfig, sizes: StateConfig) -> State:
     keys = (cfg.linear_num_key_heads, cfg.linear_key_head_dim)
     pending = Pending(
         positions=int32(batch, rows),
+        valid=array(batch, rows, dtype=jnp.bool_),
         path=array(batch, rows, dtype=jnp.bool_),
-        leaf=int32(batch),
         writes=Writes(
             key=array(layers, batch, rows, *keys),
             delta=array(layers, batch, rows, *values),
@@ -156,6 +158,10 @@ def check_block(cfg: ModelConfig, block: Block, state: State) -> None:
     if block.parents is not None:
         rows = np.broadcast_to(np.arange(valid.shape[1]), valid.shape)
         _within("parent + 1 (an earlier row + 1, or 0)", (block.parents + 1)[valid], rows[valid] + 1)
+        if (~np.take_along_axis(valid, np.maximum(block.parents, 0), axis=1) & valid & (block.parents >= 0)).any():
+            raise ValueError("a valid row follows a row of padding")
+    elif (np.abs(np.diff(np.pad(valid, ((0, 0), (1, 1))).astype(int), axis=1)).sum(axis=1) > 2).any():
+        raise ValueError("padding lies between the valid rows of a chain; it may only be on either side")
 
 
 def _within(name: str, values: np.ndarray, bound: np.ndarray | int) -> None:
@@ -166,16 +172,18 @@ def _within(name: str, values: np.ndarray, bound: np.ndarray | int) -> None:
 
 
 def accept(state: State, n: Array) -> State:
-    """Keeps the first `n [B]` rows of the pending chain, 0 to its length; the next call writes them."""
-    rows = jnp.arange(state.pending.path.shape[1])
-    return accept_path(state, rows < n[:, None], n - 1)
+    """Keeps the first `n [B]` valid rows of the pending chain, all of them where n is more; the next call writes them.
+
+    A block is accepted once: afterwards, as after a committed call, there is nothing to accept.
+    """
+    return accept_path(state, jnp.cumsum(state.pending.valid, axis=1) <= n[:, None])
 
 
-def accept_path(state: State, path: Array, leaf: Array) -> State:
-    """Keeps the pending rows of `path [B, R]`, which ends at row `leaf [B]` (any value where the path is empty)."""
-    lengths = state.lengths + jnp.sum(path, axis=1, dtype=jnp.int32)
-    pending = state.pending.replace(path=path, leaf=leaf.astype(jnp.int32))
-    return state.replace(lengths=lengths, pending=pending)
+def accept_path(state: State, path: Array) -> State:
+    """Keeps the pending rows of `path [B, R]`: a row, its parent, and so on to the root. Padding is never kept."""
+    path = path & state.pending.valid
+    pending = state.pending.replace(path=state.pending.path | path, valid=jnp.zeros_like(path))
+    return state.replace(lengths=state.lengths + jnp.sum(path, axis=1, dtype=jnp.int32), pending=pending)
 
 
 def settled_linear(state: State, layer: Array | int) -> tuple[Array, Array]:
@@ -188,7 +196,7 @@ def settled_linear(state: State, layer: Array | int) -> tuple[Array, Array]:
         return recurrent, window
     pending = state.pending
     writes = jax.tree.map(lambda t: t[layer], pending.writes)
-    recurrent = keep_rows(recurrent, writes, pending.path, pending.leaf).astype(state.recurrent.dtype)
+    recurrent = keep_rows(recurrent, writes, pending.path).astype(state.recurrent.dtype)
     return recurrent.astype(jnp.float32), keep_columns(window, writes.columns, pending.path)
 
 
@@ -237,5 +245,6 @@ def flush(state: State) -> State:
 
 
 def nothing_pending(pending: Pending) -> Pending:
-    """The same buffers with no row accepted."""
-    return pending.replace(path=jnp.zeros_like(pending.path), leaf=jnp.zeros_like(pending.leaf))
+    """The same buffers with no row accepted and none to accept."""
+    nothing = jnp.zeros_like(pending.path)
+    return pending.replace(path=nothing, valid=nothing)

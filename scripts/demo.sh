@@ -17,5 +17,5 @@ fi
 for prompt in "${prompts[@]}"; do
   printf '\n'
   sed 's/^/> /' <<<"$prompt"
-  .venv/bin/qwen38 generate --chat "$prompt" --no-thinking --temperature 0 --max-new-tokens 256
+  .venv/bin/qwen38 generate --chat="$prompt" --no-thinking --temperature 0 --max-new-tokens 256
 done

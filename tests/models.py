@@ -10,7 +10,7 @@ import numpy as np
 from qwen38_jax.block import chain_block
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.model import forward
-from qwen38_jax.params import Params, init_params
+from qwen38_jax.params import Params, cast, init_params
 from qwen38_jax.state import State, StateConfig, init_state
 
 # The architecture at its smallest: two groups of one linear and one full layer, grouped heads of both kinds,
@@ -106,4 +106,5 @@ def committed(state: State, pool) -> np.ndarray:
 
 def with_dtype(params: Params, cfg: ModelConfig, dtype: str) -> tuple[Params, ModelConfig]:
     """The same model in another dtype."""
-    return jax.tree.map(lambda p: p.astype(dtype), params), dataclasses.replace(cfg, dtype=dtype)
+    cfg = dataclasses.replace(cfg, dtype=dtype)
+    return cast(params, cfg), cfg

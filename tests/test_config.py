@@ -80,6 +80,12 @@ BAD = [
     ("rope_parameters", "default"),
     ("rope_parameters", {**TEXT["rope_parameters"], "rope_theta": "1e7"}),
     ("rope_parameters", {**TEXT["rope_parameters"], "mrope_section": [1.5, 0.5, 0]}),
+    ("rope_parameters", {**TEXT["rope_parameters"], "mrope_section": [1, -1, 2]}),
+    ("rope_scaling", {"type": "yarn", "factor": 4}),
+    ("tie_word_embeddings", "false"),
+    ("mtp_num_hidden_layers", True),
+    ("full_attention_interval", 4),
+    ("use_sliding_window", True),
     ("rms_norm_eps", "tiny"),
     ("rms_norm_eps", float("nan")),
     ("max_position_embeddings", 0),
@@ -88,7 +94,8 @@ BAD = [
 
 @pytest.mark.parametrize("key,value", BAD, ids=[f"{k}={str(v)[:20]}" for k, v in BAD])
 def test_unsupported_or_missing_value_names_its_key(key, value):
-    word = {"rope_parameters": "rope_type|mrope_section|rope_parameters|rope_theta"}.get(key, key)
+    word = {"rope_parameters": "rope_type|mrope_section|rope_parameters|rope_theta", "rope_scaling": "rope_type"}
+    word = word.get(key, key)
     with pytest.raises(ConfigError, match=word):
         ModelConfig.from_hf({**TEXT, key: value})
 

@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 
 from qwen38_jax.block import Block, ancestors, chain_block
 from qwen38_jax.layers import gated_delta_net as gdn
+from qwen38_jax.layers.attention import pages_at_once
 from qwen38_jax.model import forward
-from qwen38_jax.state import StateConfig, accept, accept_path, check_block, flush, init_state, write_rows
+from qwen38_jax.state import (
+    StateConfig,
+    abstract_state,
+    accept,
+    accept_path,
+    check_block,
+    flush,
+    init_state,
+    write_rows,
+)
 from tests.models import SMALL, assert_same_state, committed, extend, poisoned_state, prompt, run, small_params
 
 SIZES = StateConfig(batch=1, capacity=128, rows=16, page=8)
@@ -23,7 +33,7 @@ def base():
     return extend(small_params(), SMALL, state, prompt(21), chunk=7)[1]
 
 
-@pytest.mark.parametrize("bucket", [8, 16, 64, 128])
+@pytest.mark.parametrize("bucket", [8, 64, 128, 512])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_to_a_bucket_changes_nothing(bucket, side):
     params, tokens = small_params(), prompt(5)
@@ -59,22 +69,109 @@ def test_rows_of_a_batch_do_not_meet():
     assert np.isnan(np.asarray(batch.kv.k)[:, pages]).all(), "an idle row's pages were written"
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 16])
-def test_every_number_of_accepted_rows(base, length):
-    """After a block of `length` rows of which n are kept, all is as if just those n had been fed one by one."""
-    params, drafts = small_params(), prompt(length, seed=2)
-    hidden, _, pending = run(params, SMALL, chain_block(drafts, base.lengths), base, commit=False)
-    reference = base
-    for n in range(length + 1):
-        state = accept(pending, jnp.array([n]))
-        assert_same_state(flush(state), flush(reference))
+@pytest.fixture(scope="module", params=["usual", "strong", "none"])
+def decaying(request):
+    """Parameters whose decay a token is as drawn, about exp(-30), or 1."""
+    params = small_params()
+    if request.param != "usual":
+        mixer = params.linear.mixer
+        A_log, dt_bias = {"strong": (0.0, 30.0), "none": (-40.0, 0.0)}[request.param]
+        mixer = mixer.replace(A_log=jnp.full_like(mixer.A_log, A_log), dt_bias=jnp.full_like(mixer.dt_bias, dt_bias))
+        params = params.replace(linear=params.linear.replace(mixer=mixer))
+    return params
+
+
+def test_every_number_of_accepted_rows_of_every_block(decaying):
+    """After a block of 1 to 16 rows of which n are kept, all is as if just those n had been fed one by one."""
+    params, drafts = decaying, prompt(16, seed=2)
+    start = extend(params, SMALL, poisoned_state(SMALL, SIZES), prompt(21), chunk=7)[1]
+    references, singles = [start], []
+    for n in range(16):
+        single, state = extend(params, SMALL, references[-1], drafts[:, n : n + 1])
+        references.append(state)
+        singles.append(single[:, 0])
+    next_block = chain_block(prompt(16, seed=3), start.lengths)
+    for length in range(1, 17):
+        block = chain_block(drafts, start.lengths, jnp.arange(16)[None] < length)
+        hidden, _, pending = run(params, SMALL, block, start, commit=False)
+        np.testing.assert_allclose(hidden[0, :length], jnp.concatenate(singles)[:length], atol=1e-4, rtol=1e-4)
+        for n in range(length + 1):
+            state = ACCEPT(pending, jnp.array([n]))
+            assert_same_state(FLUSH(state), FLUSH(references[n]))
         # The next block finds the same state without a flush, whatever the dropped rows left behind.
-        after = run(params, SMALL, chain_block(prompt(4, seed=3), state.lengths), state, commit=False)[0]
-        expected = run(params, SMALL, chain_block(prompt(4, seed=3), reference.lengths), reference, commit=False)[0]
-        np.testing.assert_allclose(after, expected, atol=1e-4)
-        if n < length:
-            single, reference = extend(params, SMALL, reference, drafts[:, n : n + 1])
-            np.testing.assert_allclose(hidden[:, n], single[:, 0], atol=1e-4, rtol=1e-4)
+        block = next_block.replace(positions=next_block.positions + n)
+        after, expected = (run(params, SMALL, block, s, commit=False)[0] for s in (state, references[n]))
+        np.testing.assert_allclose(after, expected, atol=1e-4, rtol=1e-4)
+
+
+ACCEPT, FLUSH = jax.jit(accept), jax.jit(flush)
+
+
+def test_no_more_is_accepted_than_there_is(base):
+    """More rows than the block has, padding, a second time, or after a committed call: lengths and state stay sound."""
+    params = small_params()
+    block = chain_block(prompt(16, seed=5), base.lengths, jnp.arange(16)[None] < 3)
+    _, _, pending = run(params, SMALL, block, base, commit=False)
+    three = accept(pending, jnp.array([3]))
+    assert_same_state(flush(accept(pending, jnp.array([99]))), flush(three), atol=0)
+    assert_same_state(flush(accept(three, jnp.array([2]))), flush(three), atol=0)
+    _, state = extend(params, SMALL, three, prompt(7, seed=6))
+    assert_same_state(flush(accept(state, jnp.array([2]))), flush(state), atol=0)
+    idle = chain_block(prompt(16, seed=5), base.lengths, jnp.zeros((1, 16), bool))
+    _, _, nothing = run(params, SMALL, idle, base, commit=False)
+    assert_same_state(flush(accept(nothing, jnp.array([1]))), flush(base), atol=0)
+
+
+def test_drafts_that_are_always_wrong_leave_no_trace():
+    """200 steps of which only the anchor is ever kept, beside a live neighbour in the last slot."""
+    params = small_params()
+    sizes = StateConfig(batch=2, capacity=256, rows=16, page=8)
+    state = poisoned_state(SMALL, sizes)
+    valid = jnp.array([[True] * 4 + [False] * 12, [False] * 16])
+    neighbour = run(params, SMALL, chain_block(prompt(16, batch=2), state.lengths, valid[::-1]), state, commit=True)[2]
+    anchors, state = prompt(200, seed=8), neighbour
+    rng = np.random.default_rng(0)
+    for step in range(200):
+        tokens = jnp.asarray(rng.integers(0, 64, (2, 16))).at[0, 0].set(anchors[0, step])
+        _, _, state = run(params, SMALL, chain_block(tokens, state.lengths, valid), state, commit=False)
+        state = ACCEPT(state, jnp.array([1, 1]))
+    state = flush(state)
+    _, alone = extend(params, SMALL, init_state(SMALL, StateConfig(1, 256, rows=16, page=8)), anchors, chunk=7)
+    np.testing.assert_allclose(state.recurrent[:, 0], alone.recurrent[:, 0], atol=1e-3, rtol=1e-3)
+    np.testing.assert_array_equal(state.lengths, [200, 4])
+    np.testing.assert_array_equal(state.recurrent[:, 1], neighbour.recurrent[:, 1])
+    np.testing.assert_array_equal(state.conv[:, 1], neighbour.conv[:, 1])
+    pages = np.asarray(state.block_table[1])
+    np.testing.assert_array_equal(state.kv.k[:, pages], neighbour.kv.k[:, pages])
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_padding_of_any_prompt(data):
+    """A prompt of up to 16 tokens anywhere in a bucket of 16."""
+    n = data.draw(st.integers(1, 16))
+    first = data.draw(st.integers(0, 16 - n))
+    tokens = prompt(n, seed=data.draw(st.integers(0, 99)))
+    filler = data.draw(st.integers(0, 63))
+    padded = jnp.full((1, 16), filler).at[:, first : first + n].set(tokens)
+    rows = jnp.arange(16)[None]
+    block = chain_block(padded, jnp.zeros(1, jnp.int32), (rows >= first) & (rows < first + n))
+    hidden, _, state = run(small_params(), SMALL, block, poisoned_state(SMALL, SIZES), commit=True)
+    expected, reference = extend(small_params(), SMALL, init_state(SMALL, SIZES), tokens, chunk=1)
+    np.testing.assert_allclose(hidden[:, first : first + n], expected, atol=1e-4, rtol=1e-4)
+    assert_same_state(state, reference)
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=15)
+def test_any_chunks_equal_single_tokens(cuts):
+    params, tokens = small_params(), prompt(sum(cuts), seed=len(cuts))
+    state, at = poisoned_state(SMALL, SIZES), 0
+    for cut in cuts:
+        _, state = extend(params, SMALL, state, tokens[:, at : at + cut], chunk=16)
+        at += cut
+    _, reference = extend(params, SMALL, init_state(SMALL, SIZES), tokens, chunk=1)
+    assert_same_state(state, reference)
 
 
 def test_pending_rows_are_gone_when_none_is_accepted(base):
@@ -124,8 +221,26 @@ def test_tree_equals_each_of_its_paths(base, path):
         single, reference = extend(params, SMALL, reference, tokens[:, row : row + 1])
         np.testing.assert_allclose(hidden[:, row], single[:, 0], atol=1e-4, rtol=1e-4)
     keep = jnp.isin(jnp.arange(16), jnp.array(path, jnp.int32))[None]
-    leaf = jnp.array([path[-1] if path else 0])
-    assert_same_state(flush(accept_path(pending, keep, leaf)), flush(reference))
+    assert_same_state(flush(accept_path(pending, keep)), flush(reference))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_padded_tree(base, first):
+    """Padding on either side of a tree changes nothing."""
+    params, tokens, rows = small_params(), prompt(6, seed=4), slice(first, first + 6)
+    plain = Block(tokens, base.lengths[:, None] + jnp.array([DEPTHS]), jnp.ones((1, 6), bool), jnp.array([PARENTS]))
+    empty = jnp.zeros((1, 16), jnp.int32)
+    parents = jnp.array([[p + first if p >= 0 else -1 for p in PARENTS]])
+    padded = Block(
+        tokens=empty.at[:, rows].set(tokens),
+        positions=empty.at[:, rows].set(plain.positions),
+        valid=(empty > 0).at[:, rows].set(True),
+        parents=(empty - 1).at[:, rows].set(parents),
+    )
+    check_block(SMALL, padded, base)
+    expected = run(params, SMALL, plain, base, commit=False)[0]
+    hidden = run(params, SMALL, padded, base, commit=False)[0]
+    np.testing.assert_allclose(hidden[:, rows], expected, atol=1e-4, rtol=1e-4)
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=24))
@@ -161,7 +276,7 @@ def test_chunked_rule_equals_the_recurrence(length, decay):
     np.testing.assert_allclose(after, expected_after, atol=1e-4)
     if length <= gdn.CHUNK:
         path = jnp.ones((2, length), bool)
-        kept = gdn.keep_rows(state, gdn.Writes(inputs.k, delta, log_decay, jnp.zeros(0)), path, jnp.full(2, length - 1))
+        kept = gdn.keep_rows(state, gdn.Writes(inputs.k, delta, log_decay, jnp.zeros(0)), path)
         np.testing.assert_allclose(kept, expected_after, atol=1e-4)
 
 
@@ -193,7 +308,7 @@ def test_any_rows_kept_of_any_layer_block(data):
     kept = jnp.arange(16)[None] < n
     poisoned = (jnp.where(kept[..., None], t.reshape(1, 16, -1), jnp.nan).reshape(t.shape) for t in
                 (inputs.k, delta, log_decay))  # fmt: skip
-    after = _KEEP(state, gdn.Writes(*poisoned, jnp.zeros(0)), kept, jnp.array([n - 1]))
+    after = _KEEP(state, gdn.Writes(*poisoned, jnp.zeros(0)), kept)
     masked = gdn.Inputs(*(jnp.where(kept.reshape(1, 16, *[1] * (t.ndim - 2)), t, 0.0) for t in inputs))
     np.testing.assert_allclose(after, _RECURRENCE(masked, state)[1], atol=1e-5)
 
@@ -211,16 +326,50 @@ def test_row_without_a_page_is_dropped_not_wrapped():
     assert not np.asarray(kv.k[1]).any(), "another layer was written"
 
 
-def test_donated_buffers_give_the_same_tokens(base):
-    params, tokens = small_params(), prompt(4, seed=7)
-    kept, _, _ = run(params, SMALL, chain_block(tokens, base.lengths), base, commit=True)
-    snapshot = jax.tree.map(np.array, base)
+def test_donated_buffers_and_snapshots():
+    """Three donating steps from a snapshot equal three that keep their buffers, and the snapshot stays as it was."""
+    params = small_params()
     donating = jax.jit(run.__wrapped__, static_argnames=("cfg", "commit"), donate_argnames="state")
-    for _ in range(3):
-        state = jax.tree.map(jnp.array, snapshot)
-        donated, _, _ = donating(params, SMALL, chain_block(tokens, state.lengths), state, commit=True)
-        np.testing.assert_array_equal(donated, kept)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, base), snapshot)
+    _, state = extend(params, SMALL, init_state(SMALL, SIZES), prompt(7), chunk=7)
+    snapshot, kept = jax.tree.map(np.array, state), state
+    before = jax.tree.map(np.copy, snapshot)
+    for _ in range(2):
+        donated = jax.tree.map(jnp.array, snapshot)
+        for step in range(3):
+            block = chain_block(prompt(1, seed=step), donated.lengths)
+            given_away, (_, _, donated) = donated, donating(params, SMALL, block, donated, commit=True)
+            assert given_away.kv.k.is_deleted() and given_away.recurrent.is_deleted()
+    for step in range(3):
+        _, kept = extend(params, SMALL, kept, prompt(1, seed=step))
+    jax.tree.map(np.testing.assert_array_equal, donated, kept)
+    jax.tree.map(np.testing.assert_array_equal, snapshot, before)
+
+
+def test_a_step_copies_no_cache():
+    """What a step needs beside its arguments does not grow with the room that the caches have."""
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), small_params())
+    step = jax.jit(run.__wrapped__, static_argnames=("cfg", "commit"), donate_argnames="state")
+    row = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    needed = []
+    for capacity in (512, 8192):
+        state = abstract_state(SMALL, StateConfig(1, capacity))
+        block = Block(row, row, jax.ShapeDtypeStruct((1, 1), jnp.bool_))
+        compiled = step.lower(params, SMALL, block, state, commit=True).compile()
+        needed.append(compiled.memory_analysis().temp_size_in_bytes)
+    table = 4 * (8192 - 512) // 64
+    assert needed[1] - needed[0] <= 2 * table, needed  # the block table itself may be copied
+
+
+def test_page_sizes_and_capacities():
+    for page, capacity in [(16, 640), (32, 700), (64, 513), (8, 9), (1024, 5000)]:
+        sizes = StateConfig(1, capacity, page=page)
+        assert sizes.pages_per_sequence * page >= capacity
+        assert sizes.pages_per_sequence % pages_at_once(page, sizes.pages_per_sequence) == 0
+    for field in ("batch", "capacity", "page"):
+        with pytest.raises(ValueError, match=field):
+            StateConfig(**{"batch": 1, "capacity": 8, field: 0})
+    with pytest.raises(ValueError, match="rows"):
+        StateConfig(1, 8, rows=-1)
 
 
 @given(st.data())
@@ -246,8 +395,8 @@ def test_one_bad_index_is_an_error_outside_a_trace(data):
     with pytest.raises(ValueError, match=r"not in \[0|no page"):
         check_block(SMALL, block, state)
     if field == "tokens":
-        hidden = block.replace(valid=block.valid.at[where].set(False))  # padding may hold anything
-        check_block(SMALL, hidden, state)
+        rows = jnp.arange(6) > where[1]  # padding may hold anything
+        check_block(SMALL, block.replace(valid=jnp.broadcast_to(rows, (2, 6)), parents=None), state)
 
 
 def test_position_without_a_page_is_an_error_outside_a_trace():

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.layers.attention import Context
+from qwen38_jax.layers.attention import Context, attend, output, project
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import rope_table
-from qwen38_jax.model import attention_layer
+from qwen38_jax.model import add_mlp
 from qwen38_jax.params import Params
 from qwen38_jax.state import KvCache, write_rows
 
@@ -37,7 +37,9 @@ def mtp_forward(
     with jax.named_scope("mtp"):
         tokens = rms_norm(embed(params.embed, block.tokens), head.embedding_norm, eps)
         x = linear(jnp.concatenate([tokens, rms_norm(hidden, head.hidden_norm, eps)], axis=-1), head.fc)
+        layer = head.layer
+        rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, eps), rope_table(block.positions, cfg))
+        kv = write_rows(kv, 0, block_table, rows.k, rows.v, block.positions, block.valid)
         context = Context(kv.k, kv.v, 0, block_table, lengths)
-        x, k, v = attention_layer(head.layer, cfg, x, rope_table(block.positions, cfg), visible(block), context)
-        kv = write_rows(kv, 0, block_table, k, v, block.positions, block.valid)
+        x = add_mlp(layer, cfg, x + output(layer.mixer, rows, attend(rows, visible(block), context)))
         return rms_norm(x, head.norm, eps), kv

@@ -18,10 +18,10 @@ from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefil
 from qwen38_jax.engine.memory import require, tree_bytes
 from qwen38_jax.engine.request import Completion, Request
 from qwen38_jax.engine.stream import Stream
-from qwen38_jax.evaluation.perplexity import Score, score
+from qwen38_jax.evaluation.perplexity import Score, score, score_bytes
 from qwen38_jax.params import Params, byte_count
 from qwen38_jax.sampling import sampler_state
-from qwen38_jax.sampling_params import SamplingParams
+from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from qwen38_jax.state import StateConfig, abstract_state, init_state
 from qwen38_jax.tokenizer import Tokenizer
 
@@ -92,9 +92,13 @@ class Engine:
           CheckpointError, TokenizerError: the directory is not a whole checkpoint.
           NotEnoughMemory: the parameters do not fit.
         """
-        directory = Path(directory or SHIPPED_CHECKPOINT)
-        _, _, cfg = read_config(directory)
+        directory = SHIPPED_CHECKPOINT if directory is None else Path(directory)
+        _, generation_config, cfg = read_config(directory)
         tokenizer = Tokenizer.from_directory(directory)  # before the long part
+        try:
+            SamplingParams.from_generation_config(generation_config)
+        except ValueError as error:
+            raise ValueError(f"{directory / 'generation_config.json'}: {error}") from None
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"
         cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
@@ -114,6 +118,7 @@ class Engine:
 
     def score(self, token_ids: Sequence[int]) -> Score:
         """Log-probabilities of given tokens; see `evaluation.perplexity.score`."""
+        require(score_bytes(self.cfg, len(token_ids)), f"scoring {len(token_ids)} tokens", "score a shorter text")
         return score(self.params, self.cfg, token_ids, real_vocab_size=self.tokenizer.vocab_size)
 
     def encode(self, request: Request) -> list[int]:
@@ -142,7 +147,8 @@ class Engine:
     def generate(self, requests: Sequence[Request], on_text: OnText | None = None) -> list[Completion]:
         """Answers every request, `max_batch` at a time, and returns the completions in order.
 
-        A request's tokens depend neither on the others nor on its place among them. Generation ends at a stop id, at
+        A request's tokens depend neither on the others nor on its place among them, up to rounding: in bf16 the order
+        of a sum differs with the batch, and a near-tie may then go the other way. Generation ends at a stop id, at
         a stop string, after `max_new_tokens`, or where the model's context is full.
 
         Args:
@@ -169,7 +175,7 @@ class Engine:
         return sampling if sampling.seed is not None else dataclasses.replace(sampling, seed=secrets.randbits(63))
 
     def _run(self, streams: list[Stream]) -> list[Completion]:
-        top = max((s.sampling.logprobs or 0 for s in streams), default=0)
+        top = MAX_LOGPROBS if any(s.sampling.logprobs for s in streams) else 0  # two programs, not twenty
         state, programs, compile_seconds = self._prepare(streams, top)
         began = time.perf_counter()
         for tokens, valid in _prompt_chunks([s.prompt for s in streams], state.active.shape[0]):
@@ -192,6 +198,8 @@ class Engine:
         output = jax.device_get(output)
         for row, stream in enumerate(streams):
             if not stream.finished:
+                if not np.isfinite(output.logprob[row]):
+                    raise ValueError("the model's output is not finite: the checkpoint or its dtype is broken")
                 top = zip(output.top_ids[row].tolist(), output.top_logprobs[row].tolist(), strict=True)
                 stream.push(int(output.token[row]), float(output.logprob[row]), tuple(top), limit)
 

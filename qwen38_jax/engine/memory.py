@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jax
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 class NotEnoughMemory(ValueError):
     """What a call needs does not fit; the message has both numbers."""
@@ -19,7 +21,12 @@ def available_bytes() -> int | None:
     if device.platform != "cpu" or not meminfo.exists():
         return None
     fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:  # a container's own limit may be lower
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no control group, or its limit is "max"
+        return available
+    return min(available, limit - used)
 
 
 def require(needed: int, what: str, remedy: str) -> None:

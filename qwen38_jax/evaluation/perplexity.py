@@ -14,7 +14,7 @@ from qwen38_jax.config import ModelConfig
 from qwen38_jax.model import forward, logits
 from qwen38_jax.params import Params
 from qwen38_jax.sampling import token_logprobs
-from qwen38_jax.state import State, StateConfig, init_state
+from qwen38_jax.state import State, StateConfig, abstract_state, init_state
 
 _CHUNK = 256  # rows scored at a time; a chunk's logits are [256, V] fp32
 
@@ -28,7 +28,9 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(-sum(self.logprobs) / len(self.logprobs))
+        """`exp` of the mean loss; infinite where that overflows."""
+        loss = -sum(self.logprobs) / len(self.logprobs)
+        return math.exp(loss) if loss < 700 else math.inf
 
 
 def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vocab_size: int) -> Score:
@@ -42,13 +44,13 @@ def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vo
       ValueError: too few or too many tokens, an id outside the vocabulary, or a result that no working model gives:
         NaN, or a perplexity that is exactly the vocabulary's size, which is what all-equal logits look like.
     """
+    if not 2 <= len(token_ids) <= cfg.max_position_embeddings:
+        raise ValueError(f"a score needs 2 to {cfg.max_position_embeddings} tokens, got {len(token_ids)}")
+    for i in token_ids:
+        if not 0 <= i < real_vocab_size:
+            raise ValueError(f"token id {i} is not in [0, {real_vocab_size - 1}]")
     ids = np.asarray(token_ids, np.int64)
-    if not 2 <= len(ids) <= cfg.max_position_embeddings:
-        raise ValueError(f"a score needs 2 to {cfg.max_position_embeddings} tokens, got {len(ids)}")
-    outside = ids[(ids < 0) | (ids >= cfg.vocab_size)]
-    if outside.size:
-        raise ValueError(f"token id {outside[0]} is not in [0, {cfg.vocab_size - 1}]")
-    state = init_state(cfg, StateConfig(1, max(512, 1 << (len(ids) - 1).bit_length())))
+    state = init_state(cfg, _sizes(len(ids)))
     step = _scorer(cfg, real_vocab_size)
     parts = []
     for start in range(0, len(ids) - 1, _CHUNK):
@@ -59,11 +61,21 @@ def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vo
         values, state = step(params, tokens[0], tokens[1], valid, state)
         parts.append(np.asarray(values)[0, :n])
     result = Score(tuple(ids.tolist()), tuple(np.concatenate(parts).tolist()))
-    if not all(map(math.isfinite, result.logprobs)):
+    if not all(map(math.isfinite, (*result.logprobs, result.perplexity))):
         raise ValueError("the model gave a log-probability that is not finite: the checkpoint or its dtype is broken")
     if len(ids) > 16 and math.isclose(result.perplexity, real_vocab_size, rel_tol=1e-6):
         raise ValueError(f"perplexity equals the vocabulary's size, {real_vocab_size}: the output head is not loaded")
     return result
+
+
+def score_bytes(cfg: ModelConfig, tokens: int) -> int:
+    """Bytes that `score` allocates for its state and for the logits of a chunk, beside the parameters."""
+    state = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(abstract_state(cfg, _sizes(tokens))))
+    return state + 3 * 4 * _CHUNK * cfg.vocab_size
+
+
+def _sizes(tokens: int) -> StateConfig:
+    return StateConfig(1, max(512, 1 << (tokens - 1).bit_length()))
 
 
 @functools.cache

@@ -18,6 +18,11 @@ Array = jax.Array
 _CONTEXT_TOKENS = 512
 
 
+def pages_at_once(page: int, max_pages: int) -> int:
+    """How many pages of `page` tokens are read at a time. A block table must have a multiple of it."""
+    return min(max(_CONTEXT_TOKENS // page, 1), max_pages)
+
+
 class Rows(NamedTuple):
     """Projections of a block. `q [B, L, heads, D]`, `gate [B, L, heads * D]`, `k` and `v [B, L, kv_heads, D]`."""
 
@@ -118,7 +123,7 @@ def _attend_context(q: Array, context: Context) -> Partial:
     """Attention over the committed tokens, a few pages at a time, as many as the longest sequence needs."""
     page = context.k.shape[2]
     batch, max_pages = context.block_table.shape
-    pages = min(max(_CONTEXT_TOKENS // page, 1), max_pages)
+    pages = pages_at_once(page, max_pages)
     if max_pages % pages:
         raise ValueError(f"{max_pages} pages a sequence are not a multiple of the {pages} read at a time")
     span = pages * page

@@ -116,7 +116,7 @@ def short_conv(weight: Array, columns: Array, window: Array, block: Block) -> tu
     if block.parents is None:
         taps = [extended[:, j : j + n] for j in range(width)]
     else:
-        index = _path_index(block.parents, width)
+        index = _path_index(block, first, width)
         taps = [jnp.take_along_axis(extended, index[:, :, j, None], axis=1) for j in range(width)]
     w = weight.astype(jnp.float32)
     y = sum(tap.astype(jnp.float32) * w[:, j] for j, tap in enumerate(taps))
@@ -125,14 +125,18 @@ def short_conv(weight: Array, columns: Array, window: Array, block: Block) -> tu
     return jax.nn.silu(y).astype(columns.dtype), next_window
 
 
-def _path_index(parents: Array, width: int) -> Array:
-    """`[B, L, width]`: where in (window, rows) each row finds the `width` last inputs of its path, itself last."""
+def _path_index(block: Block, first: Array, width: int) -> Array:
+    """`[B, L, width]`: places of the `width` last inputs on the path to each row, itself last.
+
+    Row i is at place i + width - 1; the window fills the `width - 1` places before row `first [B]`.
+    """
     before = width - 1
-    batch, n = parents.shape
-    # Predecessor of every place in (window, rows); the window's first place is never left.
-    in_window = jnp.broadcast_to(jnp.maximum(jnp.arange(before) - 1, 0), (batch, before))
-    of_rows = jnp.where(parents < 0, before - 1, parents + before)
-    predecessor = jnp.concatenate([in_window, of_rows], axis=1)
+    batch, n = block.parents.shape
+    of_rows = jnp.where(block.parents < 0, first[:, None] + before - 1, block.parents + before)
+    # Predecessor of every place. What is no valid row may be the window, whose inputs follow each other.
+    of_rows = jnp.where(block.valid, of_rows, jnp.arange(n) + before - 1)
+    in_front = jnp.broadcast_to(jnp.maximum(jnp.arange(before) - 1, 0), (batch, before))
+    predecessor = jnp.concatenate([in_front, of_rows], axis=1)
     places = [jnp.broadcast_to(jnp.arange(n) + before, (batch, n))]
     for _ in range(before):
         places.append(jnp.take_along_axis(predecessor, places[-1], axis=1))
@@ -249,17 +253,16 @@ def _scan_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array, Array, Arr
     return from_chunks(out), from_chunks(delta), from_chunks(log_decay), _join_heads(state)
 
 
-def keep_rows(state: Array, writes: Writes, path: Array, leaf: Array) -> Array:
+def keep_rows(state: Array, writes: Writes, path: Array) -> Array:
     """Writes the rows of a block that `path` keeps into the state before the block.
 
     Args:
       state: `[B, value_heads, Dk, Dv]` fp32.
       path: `[B, R]` bool, the rows kept: the first n of a chain, or one path of a tree. The others may hold anything.
-      leaf: `[B]` int32, the last row kept; ignored where no row is.
     """
-    any_row = jnp.any(path, axis=1)[:, None, None]
-    last = jnp.take_along_axis(writes.log_decay, jnp.maximum(leaf, 0)[:, None, None], axis=1)
-    last = jnp.where(any_row, last, 0.0)  # [B, 1, value_heads]
+    leaf = jnp.max(jnp.where(path, jnp.arange(path.shape[1]), -1), axis=1)[:, None, None]  # parents come first
+    last = jnp.take_along_axis(writes.log_decay, jnp.maximum(leaf, 0), axis=1)
+    last = jnp.where(leaf >= 0, last, 0.0)  # [B, 1, value_heads]
     kept = path[..., None]
     weight = jnp.where(kept, jnp.exp(jnp.where(kept, last - writes.log_decay, 0.0)), 0.0)
     heads = writes.key.shape[2]
