@@ -101,19 +101,31 @@ def prepare(run: Path, plan: Plan, stdlib: Path | None, workers: int) -> None:
         corpus = load_corpus(plan.max_code_bytes, root=stdlib)
         save_tokenizer(train_tokenizer(corpus.train), run / "tokenizer", plan.model.max_position_embeddings)
     for stage in plan.stages:
-        if not (_data(run, stage) / "manifest.json").exists():
-            corpus = corpus or load_corpus(plan.max_code_bytes, root=stdlib)
-            began = time.perf_counter()
-            dataset.build(
-                _data(run, stage),
-                run / "tokenizer",
-                tokens=stage.tokens,
-                sequence_length=stage.sequence_length,
-                seed=plan.seed,
-                workers=workers,
-                corpus=corpus,
-            )
-            print(f"{_data(run, stage)}: {stage.tokens:,} tokens in {time.perf_counter() - began:.0f} s", flush=True)
+        if _is_built(_data(run, stage), stage, plan.seed):
+            continue
+        corpus = corpus or load_corpus(plan.max_code_bytes, root=stdlib)
+        began = time.perf_counter()
+        dataset.build(
+            _data(run, stage),
+            run / "tokenizer",
+            tokens=stage.tokens,
+            sequence_length=stage.sequence_length,
+            seed=plan.seed,
+            workers=workers,
+            corpus=corpus,
+        )
+        print(f"{_data(run, stage)}: {stage.tokens:,} tokens in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def _is_built(directory: Path, stage: Stage, seed: int) -> bool:
+    """Whether the data set is there; an error if it was built for another plan."""
+    if not (directory / "manifest.json").exists():
+        return False
+    manifest = json.loads((directory / "manifest.json").read_text())
+    found = manifest["splits"]["train"]["rows"], manifest["seed"]
+    if found != (stage.tokens // stage.sequence_length, seed):
+        raise ValueError(f"{directory} holds {found[0]} rows of seed {found[1]}, made for another plan: remove it")
+    return True
 
 
 def _data(run: Path, stage: Stage) -> Path:
@@ -175,11 +187,12 @@ def held_out_loss(run: Path, plan: Plan, params: Params) -> dict[str, float]:
     for stage in plan.stages:
         tokens, weights, _ = dataset.load(_data(run, stage), "held_out", run / "tokenizer")
         parts = []
-        for at in range(0, len(tokens) - stage.rows + 1, stage.rows):
-            rows = slice(at, at + stage.rows)
+        count = min(stage.rows, len(tokens))
+        for at in range(0, len(tokens) - count + 1, count):
+            rows = slice(at, at + count)
             batch = jnp.asarray(tokens[rows], jnp.int32), jnp.asarray(weights[rows], jnp.float32)
             parts.append(jax.device_get(call(params, *batch)))
-        for name in parts[0] if parts else ():
+        for name in parts[0]:
             results[f"{name}_{stage.sequence_length}"] = float(np.mean([part[name] for part in parts]))
     return results
 

@@ -61,14 +61,15 @@ def test_prompt_file_goes_on_past_bad_lines(capsys, tmp_path):
     path = tmp_path / "prompts.jsonl"
     good = [{"prompt": "x = 1"}, {"prompt_ids": [5, 6]}, {"messages": [{"role": "user", "content": "hi"}], "id": 7}]
     bad = [b"{not json", b"[1]", b'{"prompt": ""}', b'{"prompt_ids": [99999999]}', b'{"prompt": 1}', b"{}", b'"\xff"']
+    bad += [b"[" * 100000, b'{"prompt": "x", "temperature": 1}']
     lines = [json.dumps(record).encode() for record in good]
     path.write_bytes(b"\n".join([lines[0], *bad, b"", lines[1], lines[2]]))
     code, out, err = cli(capsys, "generate", "--prompts", path, *GREEDY, "--json", "--no-thinking")
     assert code == 1
-    assert [json.loads(line)["line"] for line in out.splitlines()] == [1, 10, 11]
-    for number in range(2, 9):
+    assert [json.loads(line)["line"] for line in out.splitlines()] == [1, 12, 13]
+    for number in range(2, 11):
         assert f"{path}:{number}: " in err
-    assert "7 of 10" in err
+    assert "9 of 12" in err
 
 
 def test_score(capsys, tmp_path):
@@ -104,6 +105,8 @@ def test_inspect(capsys):
         (("generate", "--token-ids", "-1"), "-1"),
         (("generate", "--prompts", "/nonexistent.jsonl"), "/nonexistent.jsonl"),
         (("generate", "--prompt", "x", "--max-batch", "0"), "max_batch"),
+        (("generate", "--prompt", "x", "--logprobs", "2"), "--json"),
+        (("generate", "--prompt", "x", "--no-thinking"), "--chat"),
         (("score", "--token-ids", "5"), "2 to"),
         (("score", "--text", "/nonexistent"), "/nonexistent"),
         (("inspect", "/nonexistent"), "/nonexistent"),
@@ -113,6 +116,23 @@ def test_errors_are_one_line_and_exit_1(capsys, args, words):
     code, out, err = cli(capsys, *args)
     assert code == 1 and not out
     assert err.startswith("qwen38: error: ") and words in err and err.count("\n") == 1
+
+
+def test_reader_that_has_seen_enough(tmp_path):
+    """As `| head -1`: no error, no traceback."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x"}\n' * 3)
+    command = [sys.executable, "-m", "qwen38_jax.cli", "generate", "--prompts", str(path), "--max-batch", "1", *GREEDY]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert "error" not in process.stderr.read().lower() and process.wait() == 1
+
+
+def test_dtypes_and_stop_strings(capsys):
+    flags = ("--dtype", "bfloat16", "--state-dtype", "float16", "--stop", "\n", "--json", *GREEDY)
+    code, out, _ = cli(capsys, "generate", "--prompt", "import os\n", *flags)
+    assert code == 0 and "\n" not in json.loads(out)["text"]
 
 
 @pytest.mark.parametrize(

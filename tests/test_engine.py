@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from qwen38_jax.engine import Engine, NotEnoughMemory, Request
+from qwen38_jax.engine import engine as engine_module
 from qwen38_jax.engine import memory as engine_memory
 from qwen38_jax.engine.stream import Stream
 from qwen38_jax.model import logits
@@ -177,10 +178,39 @@ def test_tokenizer_of_another_model_is_refused(engine):
         Engine(init_params(small, jax.random.key(0)), small, engine.tokenizer)
 
 
-def test_programs_are_compiled_once(engine):
+def test_programs_are_compiled_once(engine, monkeypatch):
     ask(engine, [5, 9, 200])
-    again = ask(engine, [7, 7])
-    assert again.compile_seconds < 0.5
+    monkeypatch.setattr(engine_module, "_lower", lambda *args: pytest.fail("compiled again"))
+    ask(engine, [7, 7], seed=5, max_new_tokens=20)
+
+
+def test_steps_give_their_buffers_away(engine):
+    """The state's memory is the result's: beside it a step needs less than one page pool."""
+    ask(engine, [5, 9, 200])
+    [programs] = [p for (slots, _, top), p in engine._programs.items() if (slots, top) == (1, 0)]
+    for program in (programs.step, programs.emit, *programs.prefill.values()):
+        analysis = program.memory_analysis()
+        assert analysis.alias_size_in_bytes > 0.9 * analysis.output_size_in_bytes
+
+
+def test_output_that_is_not_finite_is_an_error(engine):
+    broken = engine.params.replace(norm=engine.params.norm.at[0].set(np.nan))
+    with pytest.raises(ValueError, match="not finite"):
+        ask(Engine(broken, CFG, engine.tokenizer), [5, 9])
+    with pytest.raises(ValueError, match="not finite"):
+        Engine(broken, CFG, engine.tokenizer).score([5, 9])
+
+
+def test_perplexity_of_a_head_that_is_not_loaded(engine):
+    empty = engine.params.replace(lm_head=np.zeros_like(engine.params.lm_head))
+    with pytest.raises(ValueError, match="perplexity equals"):
+        Engine(empty, CFG, engine.tokenizer).score(list(range(20)))
+
+
+@pytest.mark.parametrize("ids,words", [([5], "2 to 700"), ([5, 319], "319"), ([5, 10**20], "1000"), ([5, -1], "-1")])
+def test_scores_that_are_refused(engine, ids, words):
+    with pytest.raises(ValueError, match=words):
+        engine.score(ids)
 
 
 def test_held_back_text_is_shown_at_the_end():

@@ -11,7 +11,8 @@ from qwen38_jax.layers.attention import Context, Rows, attend
 from qwen38_jax.layers.linear import linear
 from qwen38_jax.layers.norm import gated_rms_norm, l2_norm, rms_norm
 from qwen38_jax.layers.rope import apply_rope, rope_table
-from tests.models import SMALL
+from qwen38_jax.model import logits
+from tests.models import SMALL, small_params
 
 # The real head: 256 channels of which 64 turn.
 REAL = dataclasses.replace(SMALL, head_dim=256, rotary_dim=64, mrope_section=(11, 11, 10))
@@ -103,6 +104,11 @@ def test_attention_over_pages_and_block(length):
 
 
 _ATTEND = jax.jit(attend)
+
+
+def test_tied_head_is_the_embedding():
+    params, h = small_params().replace(lm_head=None), jnp.ones((1, 2, SMALL.hidden_size))
+    np.testing.assert_allclose(logits(params, h), h @ params.embed.T, rtol=1e-5)
 
 
 def test_row_that_sees_nothing_is_zero():

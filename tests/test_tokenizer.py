@@ -61,6 +61,7 @@ def qwen(library):
 
 @needs_golden
 def test_golden_ids(qwen):
+    assert len(TEXT_CASES) == 35
     for case in TEXT_CASES:
         assert qwen.encode(case["text"], parse_special=True) == case["ids"], case["text"]
         if "<" not in case["text"]:

@@ -34,6 +34,7 @@ class TrainConfig:
     b2: float = 0.95
     clip_norm: float = 1.0
     log_every: int = 20
+    save_every: int = 1000
 
     def __post_init__(self):
         if not 0 <= self.warmup_steps < self.steps:
@@ -75,7 +76,8 @@ def fit(
       init: makes the fp32 parameters of a new run.
       batch_at: the batch of a step, a function of the step alone: a resumed run sees what an unbroken one would.
       decays: as in `make_optimizer`.
-      directory: gets `state/` (orbax, the last two saves) and `log.jsonl`, one line every `log_every` steps.
+      directory: gets `state/` (orbax, the last two saves) and `log.jsonl`, one line every `log_every` steps. A run
+        that dies goes on from its last save, at most `save_every` steps back.
 
     Returns:
       The state reached, saved. A run that was stopped and resumed equals one that was not, bit for bit.
@@ -97,17 +99,25 @@ def fit(
         with ThreadPoolExecutor(1) as reader:  # the next batch is read while the device works
             fetch = lambda step: jax.device_put(batch_at(step), split)  # noqa: E731
             upcoming = reader.submit(fetch, int(state.step))
+            logged = int(state.step)
             for step in range(int(state.step), config.steps):
                 batch, upcoming = upcoming.result(), reader.submit(fetch, min(step + 1, config.steps - 1))
                 state, parts = update(state, *batch)
                 if (step + 1) % config.log_every == 0 or step + 1 == config.steps:
-                    log.write(step + 1, parts, batch[0].size * config.log_every)
+                    log.write(step + 1, parts, batch[0].size * (step + 1 - logged))
+                    logged = step + 1
                     if time.perf_counter() - began > seconds:
                         break
+                if (step + 1) % config.save_every == 0:
+                    _save(saves, state)
         if saves.latest_step() != int(state.step):
-            saves.save(int(state.step), args=ocp.args.StandardSave(state))
-            saves.wait_until_finished()
+            _save(saves, state)
     return state
+
+
+def _save(saves: ocp.CheckpointManager, state: TrainState) -> None:
+    saves.save(int(state.step), args=ocp.args.StandardSave(state))
+    saves.wait_until_finished()  # before the next update takes the buffers away
 
 
 _KEEP_TWO = ocp.CheckpointManagerOptions(max_to_keep=2)

@@ -1,5 +1,6 @@
 """The loop by itself, on a model of one matrix: resume is exact, logs are honest, a broken loss stops the run."""
 
+import dataclasses
 import json
 
 import jax
@@ -44,6 +45,22 @@ def test_finished_run_is_only_restored(tmp_path):
         raise AssertionError("nothing is left to do")
 
     jax.tree.map(np.testing.assert_array_equal, first, fit(loss, init, unused, CONFIG, tmp_path))
+
+
+def test_a_run_that_died_goes_on_from_its_last_save(tmp_path):
+    config = dataclasses.replace(CONFIG, save_every=7)
+
+    def dying(step):
+        if step > 18:
+            raise KeyboardInterrupt
+        return batch_at(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(loss, init, dying, config, tmp_path / "dies")
+    seen = []
+    again = fit(loss, init, lambda step: seen.append(step) or batch_at(step), config, tmp_path / "dies")
+    assert min(seen) == 14
+    jax.tree.map(np.testing.assert_array_equal, again, fit(loss, init, batch_at, CONFIG, tmp_path / "whole"))
 
 
 def test_log_past_the_last_save_is_cut_off(tmp_path):
