@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 prompts=("$@")
 if [[ $# == 0 ]]; then
   prompts=(
-    "What is a list in Python?"
+    "What does the \`with\` statement do?"
     $'Repeat this text exactly:\n\nThe quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs.'
     $'Complete this function:\n\ndef factorial(n):\n    """Return n!, the product of 1 to n."""'
   )

@@ -38,11 +38,13 @@ def mtp_sequence(params: Params, cfg: ModelConfig, tokens: Array, hidden: Array)
     tokens: `[B, T]`; hidden: `[B, T, H]` as `sequence_forward` returns it.
     """
     head, eps = params.mtp, cfg.rms_norm_eps
-    following = rms_norm(embed(params.embed, tokens[:, 1:]), head.embedding_norm, eps)
-    known = rms_norm(hidden[:, :-1], head.hidden_norm, eps)
+    # The last row has no token after it and is dropped. Kept so far, it keeps the length even: the flash kernel's
+    # gradient takes no other (jax 0.11).
+    following = rms_norm(embed(params.embed, jnp.roll(tokens, -1, axis=1)), head.embedding_norm, eps)
+    known = rms_norm(hidden, head.hidden_norm, eps)
     x = linear(jnp.concatenate([following, known], axis=-1), head.fc)
-    x = _full_layer(head.layer, cfg, x, rope_table(_whole(tokens[:, 1:]).positions, cfg))
-    return rms_norm(x, head.norm, eps)
+    x = _full_layer(head.layer, cfg, x, rope_table(_whole(tokens).positions, cfg))
+    return rms_norm(x[:, :-1], head.norm, eps)
 
 
 def language_model_loss(
@@ -88,8 +90,8 @@ def _linear_layer(layer: DecoderLayer, cfg: ModelConfig, x: Array, block: Block)
 
 def _full_layer(layer: DecoderLayer, cfg: ModelConfig, x: Array, rope: RopeTable) -> Array:
     rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
-    # The flash kernel keeps no score matrix; it takes half precision only.
-    fused = jax.default_backend() == "gpu" and x.dtype != jnp.float32
+    # The flash kernel keeps no score matrix; it takes half precision and even lengths only.
+    fused = jax.default_backend() == "gpu" and x.dtype != jnp.float32 and x.shape[1] % 2 == 0
     attended = jax.nn.dot_product_attention(
         rows.q, rows.k, rows.v, is_causal=True, implementation="cudnn" if fused else "xla"
     )

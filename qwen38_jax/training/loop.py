@@ -80,7 +80,8 @@ def fit(
         that dies goes on from its last save, at most `save_every` steps back.
 
     Returns:
-      The state reached, saved. A run that was stopped and resumed equals one that was not, bit for bit.
+      The state reached, saved. A run that was stopped and resumed equals one that was not: bit for bit on a CPU; on a
+      GPU as nearly as two runs of the same steps do, since scattered sums have no fixed order there.
     """
     optimizer = make_optimizer(config, decays)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
