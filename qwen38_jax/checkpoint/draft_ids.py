@@ -1,4 +1,4 @@
-"""The list of token ids beside a draft head: one int64 tensor in PyTorch's file format, read without PyTorch.
+"""The list of token ids beside a draft head: one int64 tensor in PyTorch's file format, without PyTorch.
 
 Such a file is a zip archive of a pickle and of raw storages. The pickle may only name what a plain tensor needs, and
 here these names stand for functions of ours: nothing that the file brings is ever run.
@@ -36,6 +36,29 @@ def read_draft_ids(path: Path) -> np.ndarray:
         raise CheckpointError(
             f"{path} is not a vector of int64 as torch.save writes it ({error}): download it again"
         ) from error
+
+
+def write_draft_ids(path: Path, ids: np.ndarray) -> None:
+    """Writes int64 `ids [n]` so that `torch.load` and `read_draft_ids` give them back."""
+
+    def text(value: str) -> bytes:
+        return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+    def name(module: str, attribute: str) -> bytes:
+        return pickle.GLOBAL + f"{module}\n{attribute}\n".encode()
+
+    count = pickle.BININT + len(ids).to_bytes(4, "little")
+    kind = text("storage") + name("torch", "LongStorage") + text("0") + text("cpu") + count
+    storage = pickle.MARK + kind + pickle.TUPLE + pickle.BINPERSID
+    size, stride = count + pickle.TUPLE1, pickle.BININT1 + b"\1" + pickle.TUPLE1
+    hooks = name("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
+    arguments = storage + pickle.BININT1 + b"\0" + size + stride + pickle.NEWFALSE + hooks
+    tensor = name("torch._utils", "_rebuild_tensor_v2") + pickle.MARK + arguments + pickle.TUPLE + pickle.REDUCE
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.PROTO + b"\2" + tensor + pickle.STOP)
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/data/0", np.asarray(ids, "<i8").tobytes())
+        archive.writestr("archive/version", "3\n")
 
 
 def _read(archive: zipfile.ZipFile) -> np.ndarray:

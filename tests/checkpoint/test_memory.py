@@ -32,7 +32,7 @@ def test_loading_2_gb_takes_little_more_than_the_arrays(tmp_path):
     cfg = dataclasses.replace(
         FULL, hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, vocab_size=65536, eos_token_ids=()
     )
-    recipe = Recipe(cfg, prefix="model.language_model.", quantised=False, vision=(2, 64, 128), shard_bytes=10**9)
+    recipe = Recipe(cfg, prefix="model.language_model.", format="bf16", vision=(2, 64, 128), shard_bytes=10**9)
     write(tmp_path / "model", recipe)
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
