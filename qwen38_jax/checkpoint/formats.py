@@ -117,6 +117,7 @@ def classify(weight: str, parts: Mapping[str, TensorInfo], place: Place, declare
             "compressed-tensors (packed), GPTQ, AWQ or block-scaled FP8 checkpoint"
         ]
     required, optional = _PARTS[kind]
+    first = next(parts[part] for part in required if part in parts)
     problems = [f"{first} lacks its companion {part!r}: restore it" for part in required if part not in parts]
     problems += [
         f"{tensor} is a second form of {parts[required[0]].name!r}, or of no format known here: remove one of them"
