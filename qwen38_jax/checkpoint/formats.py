@@ -5,7 +5,7 @@
     fp8     weight F8_E4M3, weight_scale_inv                                    [N, K]; a scale for each 128 x 128 block
     packed  weight_packed, weight_scale, optional weight_shape,                 compressed-tensors "pack-quantized"
             weight_zero_point, weight_g_idx
-    gptq    qweight [K/8, N], qzeros, scales, optional g_idx                    AutoGPTQ, GPTQModel, AutoRound
+    gptq    qweight [K/8, N], qzeros, scales, optional g_idx and bias (all 0)   AutoGPTQ, GPTQModel, AutoRound
     awq     qweight [K, N/8], qzeros, scales                                    AutoAWQ, 4 bits
 
 Groups are the same number of columns each, a power of two or a whole row: with that the shape of the scales alone tells
@@ -24,7 +24,7 @@ FP8_BLOCK = 128
 
 _PARTS = {
     "packed": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
-    "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
+    "gptq": (("qweight", "qzeros", "scales"), ("g_idx", "bias")),
     "awq": (("qweight", "qzeros", "scales"), ()),
     "fp8": (("weight", "weight_scale_inv"), ()),
     "dense": (("weight",), ()),
@@ -187,6 +187,8 @@ def _integers(kind: str, parts: Mapping[str, TensorInfo], shape: tuple[int, int]
             problems += _check(tensor, zeros_shape, ("I32",))
         elif part in ("g_idx", "weight_g_idx"):
             problems += _check(tensor, (k,), ("I32", "I64"))
+        elif part == "bias":
+            problems += _check(tensor, (n,), FLOATS)
         elif part == "weight_shape":
             problems += _check(tensor, (2,), ("I32", "I64"))
     return bits, group, problems

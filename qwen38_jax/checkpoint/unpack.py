@@ -48,10 +48,11 @@ def integers(stored: Stored, dtype: str) -> dict[str, Rows]:
     `zeros` and `group_of` are left out where they say nothing: symmetric codes, columns in their own order.
 
     Raises:
-      CheckpointError: zero points or column order contradict the other tensors or config.json.
+      CheckpointError: zero points or column order contradict the other tensors or config.json; a bias is not 0.
     """
     (n, k), bits = stored.shape, stored.bits
     _check_weight_shape(stored)
+    _check_bias(stored)
     scales = stored.parts["weight_scale" if stored.kind == "packed" else "scales"]
     parts = {
         "codes": Rows((n, k * bits // 8), "uint8", lambda start, stop: _codes(stored, start, stop)),
@@ -209,6 +210,13 @@ def _check_weight_shape(stored: Stored) -> None:
             f"{tensor} says {read_rows(tensor, 0, 2).tolist()}, but config.json and the shape of {stored.main.name!r} "
             f"{list(stored.main.shape)} make it {list(stored.shape)}: remove the tensor if it is the one at fault"
         )
+
+
+def _check_bias(stored: Stored) -> None:
+    """Some GPTQ writers give every matrix a bias; this architecture has none, so that it must be 0."""
+    tensor = stored.parts.get("bias")
+    if tensor is not None and read_rows(tensor, 0, stored.shape[0]).any():
+        raise CheckpointError(f"{tensor} is not 0, but {stored.weight!r} has no bias in this architecture")
 
 
 def _scaled_blocks(stored: Stored, values: np.ndarray, start: int) -> np.ndarray:

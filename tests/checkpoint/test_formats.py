@@ -1,5 +1,7 @@
 """Every format against dequantisers written here a second time, and every contradiction between tensors."""
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen38_jax.checkpoint import CheckpointError, load
-from qwen38_jax.checkpoint.formats import Declared
+from qwen38_jax.checkpoint.files import TensorInfo
+from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
+from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.params import ArrayInfo
 from qwen38_jax.quantization import QuantTensor, dequantize
 from tests.checkpoint.packing import awq, compressed, gptq, load_matrix, random_matrix, values, words
 
@@ -215,6 +220,8 @@ FAULTS = {
     ),
     "no scales": (_changed(compressed, weight_scale=lambda s: None), ["weight_packed", "lacks", "weight_scale"]),
     "no zeros": (_changed(gptq, qzeros=lambda z: None), ["lacks", "qzeros"]),
+    "a bias": (lambda m: {**gptq(m), "bias": np.eye(24, dtype=np.float16)[0]}, ["bias", "is not 0"]),
+    "a bias of other rows": (lambda m: {**gptq(m), "bias": m.s[0]}, ["bias", "[4]", "[24]"]),
     "group numbers out of range": (_changed(gptq, g_idx=lambda g: g + 1), ["g_idx", "from 1 to 4", "4 groups"]),
     "a group that no column names": (_changed(gptq, g_idx=lambda g: g * 0), ["g_idx", "from 0 to 0", "4 groups"]),
     "group numbers cut": (_changed(gptq, g_idx=lambda g: g[1:].copy()), ["g_idx", "[63]", "[64]"]),
@@ -247,6 +254,11 @@ def test_a_shape_that_is_missing_is_inferred(tmp_path):
     _assert_loads(tmp_path, compressed(m, shape=False), m)
     parts = compressed(m)
     _assert_loads(tmp_path, {**parts, "weight_shape": parts["weight_shape"].astype(np.int32)}, m)
+
+
+def test_a_bias_of_zeros_is_nothing(tmp_path):
+    m = random_matrix(24, 64, 4)
+    _assert_loads(tmp_path, {**gptq(m), "bias": np.zeros(24, np.float16)}, m)
 
 
 def test_an_unset_order_is_none(tmp_path):
@@ -290,3 +302,23 @@ def test_the_packers_of_these_tests_are_inverse():
     u = np.random.default_rng(0).integers(0, 16, (16, 24))
     for axis in (0, 1):
         np.testing.assert_array_equal(values(words(u, 4, axis), 4, axis), u)
+
+
+_SHAPES = st.one_of(
+    st.lists(st.sampled_from([1, 2, 3, 4, 8, 16, 24, 64]), max_size=3).map(tuple),
+    st.sampled_from([(24, 64), (24, 8), (8, 24), (64, 3), (24, 4), (4, 24), (4, 3), (3, 4), (64,), (2,)]),
+)
+_DTYPES = st.sampled_from(["I32", "I64", "F16", "BF16", "F32", "F8_E4M3", "U8"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(PARTS)), st.tuples(_SHAPES, _DTYPES), min_size=1, max_size=6))
+def test_no_set_of_tensors_escapes(parts):
+    tensors = {part: TensorInfo(f"x.{part}", dtype, shape, Path("f"), 0) for part, (shape, dtype) in parts.items()}
+    for shape in ((24, 64), (24,), (24, 4)):
+        place = Place("x", ArrayInfo(shape, "float32", (), None), ("x.weight",), stacked=False)
+        result = classify("x.weight", tensors, place, V1)
+        if isinstance(result, Stored):
+            assert result.shape == shape and result.label
+        else:
+            assert result and all("x." in problem for problem in result)

@@ -97,12 +97,11 @@ def test_it_takes_the_bytes_of_its_codes_and_scales(bits, nbytes):
 @given(st.data())
 def test_pack_and_unpack_are_inverse(data):
     bits = data.draw(st.sampled_from([4, 8]))
-    rows, columns = data.draw(st.integers(1, 5)), 2 * data.draw(st.integers(1, 20))
-    codes = np.random.default_rng(data.draw(st.integers(0, 99))).integers(
-        -(2 ** (bits - 1)), 2 ** (bits - 1), (rows, columns), dtype=np.int8
-    )
+    rows = data.draw(st.sampled_from([1, 3]))  # few shapes: each is compiled
+    code = st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    codes = np.array(data.draw(st.lists(code, min_size=8 * rows, max_size=8 * rows)), np.int8).reshape(rows, 8)
     packed = pack(jnp.asarray(codes), bits)
-    assert packed.dtype == jnp.uint8 and packed.shape == (rows, columns * bits // 8)
+    assert packed.dtype == jnp.uint8 and packed.shape == (rows, bits)
     np.testing.assert_array_equal(unpack(packed, bits), codes)
 
 
