@@ -1,7 +1,8 @@
 """Parameters: one dataclass per layer kind, and `abstract`, the only place where their shapes are written.
 
-Matrices keep the checkpoint's orientation `[out, in]`. The layers of one kind are stacked along a leading axis, so
-that the forward pass is a loop over groups whatever their number.
+Matrices keep the checkpoint's orientation `[out, in]`; each is an array or, in a quantised model, a `QuantTensor`. The
+layers of one kind are stacked along a leading axis, so that the forward pass is a loop over groups whatever their
+number.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from qwen38_jax.config import ModelConfig
+from qwen38_jax.quantization import Weight
 
 Array = jax.Array
 
@@ -23,10 +25,10 @@ Array = jax.Array
 class Attention:
     """Gated full attention. Rows of `q` are per head: `head_dim` of query, then `head_dim` of gate."""
 
-    q: Array  # [2 * heads * head_dim, hidden]
-    k: Array  # [kv_heads * head_dim, hidden]
-    v: Array  # [kv_heads * head_dim, hidden]
-    o: Array  # [hidden, heads * head_dim]
+    q: Weight  # [2 * heads * head_dim, hidden]
+    k: Weight  # [kv_heads * head_dim, hidden]
+    v: Weight  # [kv_heads * head_dim, hidden]
+    o: Weight  # [hidden, heads * head_dim]
     q_norm: Array  # [head_dim], zero-centred
     k_norm: Array  # [head_dim], zero-centred
 
@@ -35,22 +37,22 @@ class Attention:
 class GatedDeltaNet:
     """Gated DeltaNet. Rows of `qkv` are all queries, all keys, all values, each head-major."""
 
-    qkv: Array  # [channels, hidden]
-    z: Array  # [value_heads * value_dim, hidden], gate of the output norm
-    b: Array  # [value_heads, hidden], write strength
-    a: Array  # [value_heads, hidden], decay
+    qkv: Weight  # [channels, hidden]
+    z: Weight  # [value_heads * value_dim, hidden], gate of the output norm
+    b: Weight  # [value_heads, hidden], write strength
+    a: Weight  # [value_heads, hidden], decay
     conv: Array  # [channels, width]; the last column multiplies the current token
     A_log: Array  # [value_heads] fp32
     dt_bias: Array  # [value_heads] fp32
     norm: Array  # [value_dim], plain weight (not zero-centred)
-    out: Array  # [hidden, value_heads * value_dim]
+    out: Weight  # [hidden, value_heads * value_dim]
 
 
 @struct.dataclass
 class Mlp:
-    gate: Array  # [intermediate, hidden]
-    up: Array  # [intermediate, hidden]
-    down: Array  # [hidden, intermediate]
+    gate: Weight  # [intermediate, hidden]
+    up: Weight  # [intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
 
 
 @struct.dataclass
@@ -67,19 +69,27 @@ class MtpHead:
 
     embedding_norm: Array  # [hidden], zero-centred
     hidden_norm: Array  # [hidden], zero-centred
-    fc: Array  # [hidden, 2 * hidden], embedding half first
+    fc: Weight  # [hidden, 2 * hidden], embedding half first
     layer: DecoderLayer
     norm: Array  # [hidden], zero-centred
 
 
 @struct.dataclass
 class Params:
-    embed: Array  # [vocab, hidden]
+    embed: Weight  # [vocab, hidden]
     linear: DecoderLayer  # Gated DeltaNet layers, every leaf stacked: [linear layers, ...]
     full: DecoderLayer  # attention layers, every leaf stacked: [groups, ...]
     norm: Array  # [hidden], zero-centred
-    lm_head: Array | None  # [vocab, hidden]; None when the embedding is the head
+    lm_head: Weight | None  # [vocab, hidden]; None when the embedding is the head
     mtp: MtpHead | None
+
+
+@struct.dataclass
+class DraftHead:
+    """Rows of the output head for the tokens that the MTP head may draft; how many is the checkpoint's choice."""
+
+    weight: Weight  # [draft tokens, hidden]
+    ids: Array  # [draft tokens] int32, the token of each row, ascending
 
 
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
@@ -217,7 +227,7 @@ def init_params(cfg: ModelConfig, key: Array) -> Params:
 
 def cast(params: Params, cfg: ModelConfig) -> Params:
     """The parameters in the dtypes of `abstract(cfg)`: most in `cfg.dtype`, what the recurrence needs in fp32."""
-    return jax.tree.map(lambda p, info: p.astype(info.dtype), params, abstract(cfg))
+    return jax.tree.map(lambda info, p: p.astype(info.dtype), abstract(cfg), params)
 
 
 def byte_count(cfg: ModelConfig) -> int:

@@ -2,6 +2,10 @@
 
     python scripts/make_synthetic_checkpoint.py --like qwen3.8-27b-w4a16 /tmp/w4a16 --scale small
 
+`w4a16` is compressed-tensors, symmetric, in groups of 128; `fast` the same with an int4 head, an int8 embedding, an
+int4 MTP head and a draft head; `gptq` and `gptq-act-order` (columns in order of importance) GPTQ; `fp8` blocks of
+128 x 128.
+
 For speed and memory measurements at full size, and for tests scaled down. Logits are finite and activations keep
 their size through the layers, but the text such a model writes means nothing.
 """
@@ -19,6 +23,9 @@ import numpy as np
 from tqdm import tqdm
 
 from qwen38_jax.checkpoint import names
+from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
+from qwen38_jax.checkpoint.formats import FP8_BLOCK
+from qwen38_jax.checkpoint.names import Place
 from qwen38_jax.checkpoint.write import (
     NewTensor,
     copy_tokenizer,
@@ -30,7 +37,8 @@ from qwen38_jax.checkpoint.write import (
 )
 from qwen38_jax.config import ModelConfig
 
-LIKE = ("qwen3.8-27b", "qwen3.8-27b-w4a16", "tiny")
+FORMATS = ("bf16", "w4a16", "fast", "gptq", "gptq-act-order", "fp8")
+LIKE = ("qwen3.8-27b", *(f"qwen3.8-27b-{name}" for name in FORMATS[1:]), "tiny")
 SCALES = ("full", "small")
 
 # The published config.json.
@@ -80,20 +88,27 @@ SMALL = dataclasses.replace(
 )
 
 GROUP = 128  # weights that share a scale
-# Leaves of `Params` that the W4A16 checkpoint stores in 4 bits; in_proj_a and in_proj_b are too small to be.
+# Leaves of a layer that quantised checkpoints store in 4 or 8 bits; in_proj_a and in_proj_b are too small to be.
 _QUANTISED = {"gate", "up", "down", "q", "k", "v", "o", "qkv", "z", "out"}
-_RMS_CODE = math.sqrt(sum(code * code for code in range(-8, 8)) / 16)
+_RMS_CODE = {bits: math.sqrt(np.mean(np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)) ** 2)) for bits in (4, 8)}
+_RMS_FP8 = 64.0  # of FP8 values before scaling; their largest is 448
+_GPTQ_SYMMETRIC = 0x77777777  # eight zero points of 8, stored less 1
 
 _BLOCK = 1 << 22  # normals drawn once; tensors are pieces of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What to write. `vision` holds depth, hidden size and MLP size of the vision tower, or is None."""
+    """What to write.
+
+    Attributes:
+      format: one of `FORMATS`; `bf16` stands for `cfg.dtype`, whichever that is.
+      vision: depth, hidden size and MLP size of the vision tower, or None.
+    """
 
     cfg: ModelConfig
     prefix: str
-    quantised: bool
+    format: str
     vision: tuple[int, int, int] | None
     shard_bytes: int
 
@@ -116,40 +131,75 @@ def recipe(
         raise ValueError(
             f"no synthetic checkpoint like {like!r} at scale {scale!r}; known: {LIKE}, {SCALES}, tiny only small"
         )
-    small, quantised = scale == "small", like.endswith("w4a16")
+    small, stored = scale == "small", like.removeprefix("qwen3.8-27b").removeprefix("-") or "bf16"
     cfg = SMALL if small else FULL
     changes = {"num_hidden_layers": layers, "vocab_size": vocab, "dtype": "float32" if like == "tiny" else None}
     if vocab is not None and vocab < FULL.vocab_size:
         changes["eos_token_ids"] = (0,)
     cfg = dataclasses.replace(cfg, **{key: value for key, value in changes.items() if value is not None})
     if like == "tiny":
-        return Recipe(cfg, prefix="model.", quantised=False, vision=None, shard_bytes=10**9)
+        return Recipe(cfg, prefix="model.", format="bf16", vision=None, shard_bytes=10**9)
     # Full size: as many shards as the published checkpoint has.
-    shard_bytes = 10**6 if small else 2_990_000_000 if quantised else 3_350_000_000
+    shard_bytes = 10**6 if small else 3_350_000_000 if stored == "bf16" else 2_990_000_000
     tower = (2, 64, 128) if small else (27, 1152, 4304)
-    return Recipe(cfg, "model.language_model.", quantised, tower if vision else None, shard_bytes)
+    return Recipe(cfg, "model.language_model.", stored, tower if vision else None, shard_bytes)
 
 
 def plan(recipe: Recipe, seed: int = 0) -> dict[str, list[NewTensor]]:
     """File name -> the tensors in it. Values follow from the seed and each tensor's name alone."""
     cfg, draw = recipe.cfg, functools.partial(_Draw, _normals(seed), seed)
+    places = names.places(cfg)
+    if recipe.format == "fast":
+        places.append(names.draft_place(cfg, _draft_rows(cfg)))
     tensors: list[NewTensor] = []
-    for place in names.places(cfg):
+    for place in places:
+        make = _maker(recipe, place)
         for canonical in place.names:
-            name = names.spell(canonical, recipe.prefix)
-            if recipe.quantised and place.stacked and place.path.rpartition(".")[2] in _QUANTISED:
-                tensors += _packed(name.removesuffix(".weight"), place.shape, draw)
-            else:
-                tensors.append(_dense(name, cfg.dtype, place.shape, draw))
+            tensors += make(names.spell(canonical, recipe.prefix), place.shape, draw)
     for name, shape in _vision_shapes(recipe, cfg.hidden_size).items():
-        tensors.append(_dense(name, cfg.dtype, shape, draw))
+        tensors += _dense(name, shape, draw, cfg.dtype)
     tensors.sort(key=lambda tensor: (_position(tensor.name), natural_order(tensor.name)))
-    if not recipe.quantised:
+    if recipe.format == "fp8":
+        return _files_by_layer(tensors)
+    if recipe.format not in ("w4a16", "fast"):
         return plan_shards(tensors, recipe.shard_bytes)
     # The quantiser carries the MTP head over as it is, in a file of its own.
     body = [tensor for tensor in tensors if names.parse(tensor.name).kind != "mtp"]
     mtp = [tensor for tensor in tensors if names.parse(tensor.name).kind == "mtp"]
     return {**plan_shards(body, recipe.shard_bytes), "model_extra_tensors.safetensors": mtp}
+
+
+def _draft_rows(cfg: ModelConfig) -> int:
+    return min(40960, cfg.vocab_size // 4)
+
+
+def _maker(recipe: Recipe, place: Place) -> Callable[..., list[NewTensor]]:
+    """What makes the tensors of one weight, called with its name, its shape and the random numbers."""
+    leaf = place.path.rpartition(".")[2]
+    body = place.stacked and leaf in _QUANTISED
+    mtp = place.path.startswith("mtp.") and leaf in _QUANTISED
+    if recipe.format == "fp8" and (body or mtp):
+        return _fp8
+    if recipe.format == "fast" and place.path == "embed":
+        return functools.partial(_packed, bits=8, scale_dtype="bfloat16")
+    if recipe.format == "fast" and (body or mtp or place.path in ("mtp.fc", "lm_head", "draft_head")):
+        return _packed
+    if recipe.format == "w4a16" and body:
+        return _packed
+    if recipe.format.startswith("gptq") and body:
+        return functools.partial(_gptq, act_order=recipe.format.endswith("act-order"))
+    return functools.partial(_dense, dtype=recipe.cfg.dtype)
+
+
+def _files_by_layer(tensors: list[NewTensor]) -> dict[str, list[NewTensor]]:
+    """The files of the FP8 checkpoint: one for each layer, one for the MTP head, one for all else."""
+    files: dict[str, list[NewTensor]] = {}
+    for tensor in tensors:
+        parsed = names.parse(tensor.name)
+        layer = parsed.canonical.split(".")[1] if parsed.canonical.startswith("layers.") else None
+        file = f"layers-{layer}" if layer else "mtp" if parsed.kind == "mtp" else "outside"
+        files.setdefault(f"{file}.safetensors", []).append(tensor)
+    return files
 
 
 def _position(name: str) -> int:
@@ -172,6 +222,9 @@ def write(destination: str | Path, recipe: Recipe, *, seed: int = 0, tokenizer: 
             copy_tokenizer(Path(tokenizer), partial)
         write_json(partial / "config.json", hf_config(recipe))
         write_json(partial / "generation_config.json", _generation_config(recipe.cfg))
+        if recipe.format == "fast":
+            step = recipe.cfg.vocab_size // _draft_rows(recipe.cfg)
+            write_draft_ids(partial / DRAFT_IDS, step * np.arange(_draft_rows(recipe.cfg)))
         write_shards(partial, {file: [_counted(t, progress) for t in tensors] for file, tensors in files.items()})
 
 
@@ -203,17 +256,36 @@ def hf_config(recipe: Recipe) -> dict[str, Any]:
                 "hidden_act": "gelu_pytorch_tanh",
             },
         }
-    if recipe.quantised:
-        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
-        group = {"format": "pack-quantized", "targets": ["Linear"], "weights": weights}
-        config["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": group},
-            "quantization_status": "compressed",
-            "ignore": ["lm_head", "re:.*visual.*", "re:.*linear_attn.in_proj_[ab]"],
-        }
+    if recipe.format != "bf16":
+        config["quantization_config"] = _quantization_config(recipe.format)
     return config
+
+
+def _quantization_config(stored: str) -> dict[str, Any]:
+    """What published checkpoints of this format say about themselves, true or not."""
+    if stored == "fp8":
+        return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    if stored.startswith("gptq"):
+        order = stored.endswith("act-order")
+        method = {"quant_method": "gptq", "checkpoint_format": "gptq", "bits": 4, "group_size": GROUP}
+        return {**method, "sym": True, "desc_act": order, "lm_head": False}
+
+    def group(target: str, bits: int) -> dict[str, Any]:
+        weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+        return {"format": "pack-quantized", "targets": [target], "weights": weights}
+
+    groups = {"group_0": group("Linear", 4)}
+    ignore = ["lm_head", "re:.*visual.*", "re:.*linear_attn.in_proj_[ab]"]
+    if stored == "fast":
+        groups |= {"group_1": group("lm_head", 4), "group_2": group("embed_tokens", 8), "group_3": group("re:^mtp", 4)}
+        ignore.remove("lm_head")
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": groups,
+        "quantization_status": "compressed",
+        "ignore": ignore,
+    }
 
 
 def _generation_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -247,7 +319,7 @@ def _vision_shapes(recipe: Recipe, out: int) -> dict[str, tuple[int, ...]]:
     return {f"model.visual.{name}": shape for name, shape in shapes.items()}
 
 
-def _dense(name: str, dtype: str, shape: tuple[int, ...], draw: Callable[[str], "_Draw"]) -> NewTensor:
+def _dense(name: str, shape: tuple[int, ...], draw: Callable[[str], "_Draw"], dtype: str) -> list[NewTensor]:
     def rows() -> Iterator[np.ndarray]:
         random = draw(name)
         if name.endswith("A_log"):
@@ -263,28 +335,85 @@ def _dense(name: str, dtype: str, shape: tuple[int, ...], draw: Callable[[str], 
             for part in random.parts(shape):
                 yield (std * random.normal(part)).astype(dtype)
 
-    return NewTensor(name, dtype, shape, rows)
+    return [NewTensor(name, dtype, shape, rows)]
 
 
-def _packed(module: str, shape: tuple[int, int], draw: Callable[[str], "_Draw"]) -> list[NewTensor]:
-    """A 4-bit matrix [N, K]: codes -8..7 stored as code + 8, eight to a word; half of the scales are negative."""
+def _packed(
+    weight: str, shape: tuple[int, int], draw: Callable[[str], "_Draw"], bits: int = 4, scale_dtype: str = "float16"
+) -> list[NewTensor]:
+    """A matrix [N, K] as compressed-tensors packs it: every code occurs, half of the scales are negative."""
     n, k = shape
-    packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+    words, scales = (n, k * bits // 32), (n, k // GROUP)
+    return [
+        _words(f"{weight}_packed", words, draw),
+        NewTensor(
+            f"{weight}_scale", scale_dtype, scales, _scales(f"{weight}_scale", scales, k, bits, scale_dtype, draw)
+        ),
+        NewTensor(f"{weight}_shape", "int64", (2,), lambda: [np.array(shape, np.int64)]),
+    ]
 
-    def words() -> Iterator[np.ndarray]:
-        random = draw(packed)
-        for part in random.parts((n, k // 8)):
+
+def _gptq(weight: str, shape: tuple[int, int], draw: Callable[[str], "_Draw"], act_order: bool) -> list[NewTensor]:
+    """A matrix [N, K] as GPTQ packs it, transposed, with symmetric codes."""
+    (n, k), module = shape, weight.removesuffix("weight")
+    groups = k // GROUP
+
+    def g_idx() -> list[np.ndarray]:
+        columns = draw(f"{module}g_idx").permutation(k) if act_order else np.arange(k)
+        return [(columns // GROUP).astype(np.int32)]
+
+    zeros = np.int32(_GPTQ_SYMMETRIC)
+    return [
+        _words(f"{module}qweight", (k // 8, n), draw),
+        NewTensor(f"{module}qzeros", "int32", (groups, n // 8), lambda: [np.full((groups, n // 8), zeros)]),
+        NewTensor(
+            f"{module}scales", "float16", (groups, n), _scales(f"{module}scales", (groups, n), k, 4, "float16", draw)
+        ),
+        NewTensor(f"{module}g_idx", "int32", (k,), g_idx),
+    ]
+
+
+def _words(name: str, shape: tuple[int, int], draw: Callable[[str], "_Draw"]) -> NewTensor:
+    """Packed codes: as all of them are to occur, words of random bits."""
+
+    def rows() -> Iterator[np.ndarray]:
+        random = draw(name)
+        for part in random.parts(shape):
             yield random.words(part)
 
+    return NewTensor(name, "int32", shape, rows)
+
+
+def _scales(
+    name: str, shape: tuple[int, int], k: int, bits: int, dtype: str, draw: Callable[[str], "_Draw"]
+) -> Callable[[], Iterator[np.ndarray]]:
+    """Scales that give weights of K columns the size of dense ones, with random signs."""
+
+    def rows() -> Iterator[np.ndarray]:
+        random = draw(name)
+        for part in random.parts(shape):
+            size = np.exp(0.2 * random.normal(part)) / (_RMS_CODE[bits] * math.sqrt(k))
+            yield (size * random.signs(part)).astype(dtype)
+
+    return rows
+
+
+def _fp8(weight: str, shape: tuple[int, int], draw: Callable[[str], "_Draw"]) -> list[NewTensor]:
+    """A matrix [N, K] of FP8 values with a scale for each block."""
+    blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+
+    def values() -> Iterator[np.ndarray]:
+        random = draw(weight)
+        for part in random.parts(shape):
+            yield random.fp8(part)
+
     def scales() -> Iterator[np.ndarray]:
-        random = draw(scale)
-        size = np.exp(0.2 * random.normal((n, k // GROUP))) / (_RMS_CODE * math.sqrt(k))
-        yield (size * random.signs(size.shape)).astype(np.float16)
+        size = np.exp(0.2 * draw(f"{weight}_scale_inv").normal(blocks)) / (_RMS_FP8 * math.sqrt(shape[1]))
+        yield size.astype("bfloat16")
 
     return [
-        NewTensor(packed, "int32", (n, k // 8), words),
-        NewTensor(scale, "float16", (n, k // GROUP), scales),
-        NewTensor(f"{module}.weight_shape", "int64", (2,), lambda: [np.array(shape, np.int64)]),
+        NewTensor(weight, "float8_e4m3fn", shape, values),
+        NewTensor(f"{weight}_scale_inv", "bfloat16", blocks, scales),
     ]
 
 
@@ -293,18 +422,29 @@ def _normals(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(_BLOCK, dtype=np.float32)
 
 
+@functools.cache
+def _fp8_normals(seed: int) -> np.ndarray:
+    return np.clip(_RMS_FP8 * _normals(seed), -448, 448).astype("float8_e4m3fn")
+
+
 class _Draw:
     """Random numbers for one tensor. Normals are cut from a shared block, which is as fast as copying."""
 
     def __init__(self, block: np.ndarray, seed: int, name: str):
-        self._block = block
+        self._block, self._seed = block, seed
         self._rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        self.uniform = self._rng.uniform
+        self.uniform, self.permutation = self._rng.uniform, self._rng.permutation
 
     def normal(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self._cut(self._block, shape)
+
+    def fp8(self, shape: tuple[int, ...]) -> np.ndarray:
+        return self._cut(_fp8_normals(self._seed), shape)
+
+    def _cut(self, block: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         n = math.prod(shape)
-        start = int(self._rng.integers(len(self._block) - n + 1))
-        return self._block[start : start + n].reshape(shape)
+        start = int(self._rng.integers(len(block) - n + 1))
+        return block[start : start + n].reshape(shape)
 
     def words(self, shape: tuple[int, ...]) -> np.ndarray:
         return self._rng.integers(-(1 << 31), 1 << 31, shape, dtype=np.int32)
@@ -334,7 +474,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("destination", metavar="DST", help="a new or empty directory")
     parser.add_argument("--like", choices=LIKE, required=True, help="tiny: text only, small, fp32")
-    parser.add_argument("--scale", choices=SCALES, help="default: full (55.6 GB in bf16, 19.5 GB in W4A16), tiny small")
+    parser.add_argument(
+        "--scale", choices=SCALES, help="default: full (55.6 GB in bf16, 19.5 GB in W4A16), tiny is small"
+    )
     parser.add_argument("--layers", type=int, help="text layers, a multiple of 4")
     parser.add_argument("--vocab", type=int, help="rows of the embedding and of the head")
     parser.add_argument("--seed", type=int, default=0)

@@ -12,6 +12,7 @@ from qwen38_jax.engine import memory as engine_memory
 from qwen38_jax.engine.stream import Stream
 from qwen38_jax.model import logits
 from qwen38_jax.params import init_params
+from qwen38_jax.quantization import QuantTensor, dequantize, quantize
 from qwen38_jax.sampling_params import SamplingParams
 from qwen38_jax.state import StateConfig, init_state
 from qwen38_jax.tokenizer import Tokenizer
@@ -225,3 +226,21 @@ def test_held_back_text_is_shown_at_the_end():
         stream.push(token, 0.0, (), context=100)
     assert stream.finish_reason == "length"
     assert "".join(shown) == stream.completion().text == "az\ufffd"
+
+
+@pytest.mark.slow
+def test_a_quantised_model_generates_and_scores_as_its_dequantised_weights_do():
+    matrices = {"embed", "lm_head", "q", "k", "v", "o", "qkv", "z", "out", "gate", "up", "down"}
+
+    def integers(path, leaf):
+        return quantize(leaf, 8, 8, symmetric=False) if path[-1].name in matrices else leaf
+
+    def floats(leaf):
+        return dequantize(leaf) if isinstance(leaf, QuantTensor) else leaf
+
+    quantised = jax.tree_util.tree_map_with_path(integers, small_params(CFG))
+    dense = jax.tree.map(floats, quantised, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    got, want = (Engine(params, CFG, Tokenizer(small_backend())) for params in (quantised, dense))
+    prompt = [5, 9, 200, 31, 7]
+    assert ask(got, prompt).token_ids == ask(want, prompt).token_ids
+    np.testing.assert_allclose(got.score(prompt).logprobs, want.score(prompt).logprobs, atol=1e-5)

@@ -3,7 +3,7 @@
 from qwen38_jax.checkpoint.export import export_checkpoint
 from qwen38_jax.checkpoint.files import CheckpointError, require_tokenizer
 from qwen38_jax.checkpoint.inspect import Description, describe, format_description
-from qwen38_jax.checkpoint.load import Checkpoint, load_checkpoint
+from qwen38_jax.checkpoint.load import Checkpoint, load_checkpoint, loaded_bytes
 
 __all__ = [
     "Checkpoint",
@@ -13,5 +13,6 @@ __all__ = [
     "export_checkpoint",
     "format_description",
     "load_checkpoint",
+    "loaded_bytes",
     "require_tokenizer",
 ]

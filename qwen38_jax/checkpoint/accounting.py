@@ -1,30 +1,18 @@
-"""Which tensor of a directory fills which place of the model, and what is left over or lacking."""
+"""Which tensors of a directory fill which place of the model, in which format, and what is left over or lacking."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from qwen38_jax.checkpoint import names
-from qwen38_jax.checkpoint.files import Inventory, TensorInfo
+from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, read_draft_ids
+from qwen38_jax.checkpoint.files import CheckpointError, Inventory, TensorInfo
+from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
 from qwen38_jax.checkpoint.names import Place
 from qwen38_jax.config import ModelConfig
-
-_FLOATS = ("BF16", "F16", "F32")
-_LOW_BIT_FLOATS = ("F8_", "F6_", "F4")
-
-# Last part of a name -> the family of formats that stores a weight so.
-_QUANTISED = {
-    "weight_packed": "compressed-tensors (packed)",
-    "qweight": "GPTQ or AWQ",
-    "weight_scale_inv": "block-scaled FP8",
-    "weight_scale_2": "NVFP4",
-    "weight_scale": "scaled weights",
-    "trellis": "EXL3",
-}
-_COMPANIONS = (
-    *("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
-    *("qzeros", "scales", "g_idx", "input_scale", "input_global_scale", "suh", "svh", "mcg", "mul1"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +23,9 @@ class Account:
       cfg: the config, with `mtp_num_hidden_layers` as found in the files.
       prefix: the trunk's prefix, one of `names.TRUNK_PREFIXES`.
       sources: tensors by canonical name, vision left out.
+      stored: how each weight is stored, by canonical name; without those that `problems` tells of.
+      draft_place, draft_ids: the draft head's place and the token ids of its rows, or None and None.
       missing, unexpected: names as the checkpoint spells (or would spell) them.
-      quantised: the format of the first quantised tensor, or None for a dense checkpoint.
       problems: why it cannot be loaded, one message each; empty when every tensor is accounted for.
       notes: what is unusual and harmless.
     """
@@ -44,42 +33,63 @@ class Account:
     cfg: ModelConfig
     prefix: str
     sources: dict[str, TensorInfo]
+    stored: dict[str, Stored]
+    draft_place: Place | None
+    draft_ids: np.ndarray | None
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    quantised: str | None
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def quantised(self) -> str | None:
+        """The formats of quantised weights in words, or None for a dense checkpoint."""
+        labels = {stored.label: None for stored in self.stored.values() if stored.kind != "dense"}
+        return ", ".join(labels) or None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters once they are loaded; zero points counted wherever there may be some."""
+        places = [*names.places(self.cfg), *([self.draft_place] if self.draft_place else [])]
+        return sum(_loaded_bytes(place, self.stored[name]) for place in places for name in place.names)
 
 
 def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str, Any]) -> Account:
     """Holds the headers' tensors against `abstract(cfg)`. Reads no tensor data and raises nothing."""
     sources, prefix, problems = _assign(inventory)
-    has_mtp = any(canonical.startswith("mtp.") for canonical in sources)
+    has_mtp = any(name.startswith("mtp.") and not name.startswith("mtp.draft_lm_head.") for name in sources)
     notes = list(inventory.notes)
     if cfg.mtp_num_hidden_layers and not has_mtp:
         notes.append(f"{inventory.listing} has no mtp.* tensors: the MTP head that config.json announces is absent")
     cfg = dataclasses.replace(cfg, mtp_num_hidden_layers=int(has_mtp))
-    expected = {name: place for place in names.places(cfg) for name in place.names}
-    packed, quantised, first = _quantised(sources, expected, hf_config)
-    stored_packed = set(packed.values())
-    optional = {names.HEAD} if cfg.tie_word_embeddings else set()
-    missing = [name for name in expected if name not in sources and name not in stored_packed]
-    unexpected = [name for name in sources if name not in (expected.keys() | packed.keys() | optional)]
-    if quantised is not None:
-        remedy = "quantised checkpoints are not supported by this version; use a bf16 one"
-        problems.insert(0, f"{first} is {quantised}: {remedy}")
+    places = names.places(cfg)
+    draft_place, draft_ids, draft_problems = _draft_head(inventory, sources, cfg)
+    if draft_place is not None:
+        places.append(draft_place)
+    expected = {name: place for place in places for name in place.names}
+    parts, unexpected = _group(sources, expected, cfg.tie_word_embeddings)
+    missing = [name for name in expected if name not in parts]
     problems += [_missing(inventory, name, prefix) for name in missing]
     problems += [f"{sources[name]} is not part of the model that config.json describes" for name in unexpected]
-    for name, place in expected.items():
-        if name in sources and name not in stored_packed:
-            problems += _mismatch(sources[name], place)
+    problems += draft_problems
+    stored, declared = {}, Declared.from_hf(hf_config)
+    for name in (name for name in expected if name in parts):
+        result = classify(name, parts[name], expected[name], declared)
+        if isinstance(result, Stored):
+            stored[name] = result
+        else:
+            problems += result
+    for place in places:
+        problems += _mixture(place, stored)
     return Account(
         cfg=cfg,
         prefix=prefix,
         sources=sources,
+        stored=stored,
+        draft_place=draft_place,
+        draft_ids=draft_ids,
         missing=tuple(names.spell(name, prefix) for name in missing),
         unexpected=tuple(sources[name].name for name in unexpected),
-        quantised=quantised,
         problems=tuple(problems),
         notes=tuple(notes),
     )
@@ -105,26 +115,68 @@ def _assign(inventory: Inventory) -> tuple[dict[str, TensorInfo], str, list[str]
     return sources, next(iter(first), "model."), problems
 
 
-def _quantised(
-    sources: Mapping[str, TensorInfo], expected: Mapping[str, Place], hf_config: Mapping[str, Any]
-) -> tuple[dict[str, str], str | None, TensorInfo | None]:
-    """Tensors of quantised weights -> the dense weight each stands for; the format; the first tensor that tells it."""
-    packed, format_of = {}, {}
+def _group(
+    sources: Mapping[str, TensorInfo], expected: Mapping[str, Place], tied: bool
+) -> tuple[dict[str, dict[str, TensorInfo]], list[str]]:
+    """The tensors of each expected weight, by the last part of their names; and the names that are of none."""
+    parts: dict[str, dict[str, TensorInfo]] = {}
+    unexpected = []
     for name, tensor in sources.items():
         module, _, last = name.rpartition(".")
-        weight = f"{module}.weight"
-        if (last in _QUANTISED or last in _COMPANIONS) and weight in expected:
-            packed[name] = weight
-            format_of[name] = _QUANTISED.get(last)
-        elif tensor.dtype.startswith(_LOW_BIT_FLOATS) and name in expected:
-            packed[name] = name
-            format_of[name] = tensor.dtype
-    telling = next((name for name in packed if format_of[name]), None)  # a companion may come before it
-    if telling is None:
-        return {}, None, None
-    declared = hf_config.get("quantization_config")
-    method = declared.get("quant_method", "not named") if isinstance(declared, Mapping) else "not declared"
-    return packed, f"{format_of[telling]}, quant_method {method}", sources[telling]
+        if last in PARTS and f"{module}.weight" in expected:
+            parts.setdefault(f"{module}.weight", {})[last] = tensor
+        elif name in expected:  # A_log and dt_bias
+            parts[name] = {"weight": tensor}
+        elif not (tied and module == "lm_head" and last in PARTS):
+            unexpected.append(name)
+    return parts, unexpected
+
+
+def _draft_head(
+    inventory: Inventory, sources: Mapping[str, TensorInfo], cfg: ModelConfig
+) -> tuple[Place | None, np.ndarray | None, list[str]]:
+    """The draft head's place and token ids, if the checkpoint has one, and what is wrong with them."""
+    module = names.DRAFT_HEAD.removesuffix(".weight")
+    tensor = next(
+        (sources[f"{module}.{part}"] for part in ("weight", "weight_packed") if f"{module}.{part}" in sources), None
+    )
+    if tensor is None or not tensor.shape:
+        return None, None, []
+    place = names.draft_place(cfg, tensor.shape[0])
+    directory = inventory.listing if inventory.listing.is_dir() else inventory.listing.parent
+    path = directory / DRAFT_IDS
+    try:
+        ids = read_draft_ids(path)
+    except CheckpointError as error:
+        return place, None, [str(error)]
+    if len(ids) != tensor.shape[0]:
+        return place, None, [f"{path} names {len(ids)} tokens, but {tensor} has {tensor.shape[0]} rows"]
+    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= cfg.vocab_size:
+        fault = f"ids from {ids.min()} to {ids.max()}, {len(np.unique(ids))} different ones of {len(ids)}"
+        return place, None, [f"{path} has {fault}; expected ascending ones below {cfg.vocab_size}"]
+    return place, ids.astype(np.int32), []
+
+
+def _mixture(place: Place, stored: Mapping[str, Stored]) -> list[str]:
+    """Stacked layers are one array, so that they must be integers of one width and group, or floats."""
+    layers = [stored[name] for name in place.names if name in stored]
+    for layer in layers:
+        if (layer.bits, layer.group) != (layers[0].bits, layers[0].group):
+            return [
+                f"{layer.main} is stored as {layer.label}, {layers[0].main} as {layers[0].label}: layers of one kind "
+                "must be stored alike in this version"
+            ]
+    return []
+
+
+def _loaded_bytes(place: Place, stored: Stored) -> int:
+    values = math.prod(stored.shape)
+    if not stored.bits:
+        return values * np.dtype(place.info.dtype).itemsize
+    groups = values // stored.group
+    scale = 4 if any(tensor.dtype == "F32" for tensor in stored.parts.values()) else 2
+    has_zeros = "qzeros" in stored.parts or "weight_zero_point" in stored.parts
+    return values * stored.bits // 8 + groups * (scale + has_zeros)
 
 
 def _missing(inventory: Inventory, canonical: str, prefix: str) -> str:
@@ -135,15 +187,3 @@ def _missing(inventory: Inventory, canonical: str, prefix: str) -> str:
     if canonical.startswith("mtp."):
         return f"{message}: the MTP head is incomplete; restore the tensor, or remove all of mtp.*"
     return f"{message}: download the shard that holds it, or correct config.json"
-
-
-def _mismatch(tensor: TensorInfo, place: Place) -> list[str]:
-    problems = []
-    if tensor.shape != place.shape:
-        problems.append(
-            f"{tensor} has shape {list(tensor.shape)}, but config.json makes it {list(place.shape)}: "
-            "config.json and weights belong to different checkpoints"
-        )
-    if tensor.dtype not in _FLOATS:
-        problems.append(f"{tensor} has dtype {tensor.dtype}, expected one of {', '.join(_FLOATS)}")
-    return problems

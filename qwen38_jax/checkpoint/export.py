@@ -23,6 +23,7 @@ from qwen38_jax.checkpoint.write import (
 )
 from qwen38_jax.config import ModelConfig, token_ids
 from qwen38_jax.params import Params
+from qwen38_jax.quantization import QuantTensor
 
 
 def export_checkpoint(
@@ -50,7 +51,7 @@ def export_checkpoint(
       copy_from: a directory to copy tokenizer and chat template from.
 
     Raises:
-      ValueError: params, cfg and hf_config contradict each other, or the prefix is unknown.
+      ValueError: params are quantised, params, cfg and hf_config contradict each other, or the prefix is unknown.
       CheckpointError: the directory is not empty, `copy_from` has no tokenizer, or the disk is too small.
     """
     if prefix not in names.TRUNK_PREFIXES:
@@ -97,10 +98,11 @@ def _agreeing_config(hf_config: Mapping[str, Any], cfg: ModelConfig) -> dict[str
 
 
 def _check_params(places: list[Place], params: Params) -> None:
-    given = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    given = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    for path, leaf in given.items():
+        if isinstance(leaf, QuantTensor):
+            raise ValueError(f"params.{path} is quantised: export writes dense weights, so dequantize it first")
     if given.keys() != {place.path for place in places}:
         differing = sorted(given.keys() ^ {place.path for place in places})
         raise ValueError(f"params and cfg differ in the leaves {', '.join(differing)}")

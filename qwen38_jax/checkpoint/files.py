@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (registers the dtype name "bfloat16" with numpy, which safetensors looks up)
+import ml_dtypes  # also registers the dtype name "bfloat16" with numpy, which safetensors looks up
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -34,12 +34,16 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as a file's header describes it; `dtype` is the safetensors code, e.g. `BF16`."""
+    """A tensor as a file's header describes it; `dtype` is the safetensors code, e.g. `BF16`.
+
+    `begin` is the place of its first byte behind the file's header.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     path: Path
+    begin: int
 
     @property
     def nbytes(self) -> int:
@@ -100,15 +104,35 @@ def require_tokenizer(directory: str | Path) -> Path:
 
 
 def read_rows(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
-    """Rows [start, stop) of a tensor's first axis.
+    """Rows [start, stop) of a tensor's first axis."""
+    return _read(tensor, slice(start, stop))
+
+
+def read_columns(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
+    """Columns [start, stop) of a matrix."""
+    return _read(tensor, (slice(None), slice(start, stop)))
+
+
+def _read(tensor: TensorInfo, where: slice | tuple[slice, slice]) -> np.ndarray:
+    """A part of a tensor.
 
     The file is opened for each call: pages of a mapped file count as resident memory until it is unmapped.
     """
     try:
+        if tensor.dtype == "F8_E4M3":
+            return _map_fp8(tensor)[where].copy()
         with safe_open(tensor.path, framework="numpy") as file:
-            return file.get_slice(tensor.name)[start:stop]
-    except (SafetensorError, OSError) as error:
+            return file.get_slice(tensor.name)[where]
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{tensor} cannot be read ({error}): download the file again") from error
+
+
+def _map_fp8(tensor: TensorInfo) -> np.ndarray:
+    """The library looks up the dtype in NumPy, where bf16 can be registered by name but FP8 is not found."""
+    with tensor.path.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    data = np.memmap(tensor.path, np.uint8, "r", header + tensor.begin, tensor.shape)
+    return np.asarray(data).view(ml_dtypes.float8_e4m3fn)
 
 
 def take_inventory(directory: Path) -> Inventory:
@@ -251,4 +275,4 @@ def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
         raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry {entry!r}: download it again")
     if dtype not in _BITS:
         raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(_BITS)}")
-    return TensorInfo(name, dtype, shape, path)
+    return TensorInfo(name, dtype, shape, path, begin)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen38_jax.checkpoint import names
-from qwen38_jax.checkpoint.accounting import take_account
+from qwen38_jax.checkpoint.accounting import Account, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, Inventory, read_json, take_inventory
 from qwen38_jax.checkpoint.load import read_config
 
@@ -15,12 +15,17 @@ _LISTED = 10  # names and problems shown in the terminal
 
 @dataclasses.dataclass(frozen=True)
 class LayerClass:
-    """The tensors of one class, e.g. `mlp`: how many, their bytes, and how many of each safetensors dtype."""
+    """The tensors of one class, e.g. `mlp`: how many, their bytes, and how many of each safetensors dtype.
+
+    `formats` counts the class's weights by how they are stored, e.g. `int4 group 128 (GPTQ)`; a weight whose format is
+    not understood is in the description's `problems` instead.
+    """
 
     name: str
     tensors: int
     nbytes: int
     dtypes: dict[str, int]
+    formats: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,7 @@ def describe(directory: str | Path) -> Description:
     except CheckpointError as error:
         cfg = None
         problems.append(str(error))
-    classes = _layer_classes(inventory)
+    classes = _layer_classes(inventory, account)
     has_mtp = any(part.name == "mtp" for part in classes)
     mtp_missing = account is not None and any(names.parse(name).kind == "mtp" for name in account.missing)
     return Description(
@@ -95,8 +100,11 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _layer_classes(inventory: Inventory) -> tuple[LayerClass, ...]:
+def _layer_classes(inventory: Inventory, account: Account | None) -> tuple[LayerClass, ...]:
     groups = {name: [] for name in names.LAYER_CLASSES}
+    formats = {name: Counter() for name in names.LAYER_CLASSES}
+    for name, stored in account.stored.items() if account else ():
+        formats[names.layer_class(names.parse(name))][stored.label] += 1
     for name, tensor in inventory.tensors.items():
         groups[names.layer_class(names.parse(name))].append(tensor)
     return tuple(
@@ -105,6 +113,7 @@ def _layer_classes(inventory: Inventory) -> tuple[LayerClass, ...]:
             tensors=len(tensors),
             nbytes=sum(tensor.nbytes for tensor in tensors),
             dtypes=dict(Counter(tensor.dtype for tensor in tensors).most_common()),
+            formats=dict(formats[name].most_common()),
         )
         for name, tensors in groups.items()
         if tensors
@@ -124,13 +133,13 @@ def format_description(description: Description) -> str:
     """The description as lines for a terminal."""
     d = description
     lines = [d.path, *_config_lines(d)]
-    rows = [("class", "tensors", "MB", "dtypes (tensors)")]
+    rows = [("class", "tensors", "MB", "weights, by format")]
     rows += [
         (
             part.name,
             str(part.tensors),
             f"{part.nbytes / 1e6:,.1f}",
-            ", ".join(f"{k} ({n})" for k, n in part.dtypes.items()),
+            ", ".join(f"{n} {k}" for k, n in (part.formats or part.dtypes).items()),
         )
         for part in d.classes
     ]

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen38_jax.checkpoint import names
-from qwen38_jax.checkpoint.accounting import take_account
+from qwen38_jax.checkpoint.accounting import Account, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_json, read_rows, reject, take_inventory
+from qwen38_jax.checkpoint.formats import Stored
 from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.checkpoint.unpack import Rows, floats, integers, no_zeros, own_order
 from qwen38_jax.config import ConfigError, ModelConfig, token_ids
-from qwen38_jax.params import Params, abstract
+from qwen38_jax.params import DraftHead, Params, abstract
+from qwen38_jax.quantization import Weight, quant_tensor
 
 # Largest piece of a tensor on its way to the device, in fp32. What the host holds beside the arrays is a few of these.
 _CHUNK_BYTES = 32 << 20
@@ -29,7 +32,9 @@ class Checkpoint:
     Attributes:
       path: the directory.
       cfg: dtype as asked for, `mtp_num_hidden_layers` as found, stop ids from generation_config.json if it has any.
-      params: arrays on the default device, shapes and dtypes as `abstract(cfg)`.
+      params: on the default device; arrays of the shapes and dtypes of `abstract(cfg)`, and `QuantTensor`s in place of
+        matrices that the checkpoint stores in integers.
+      draft_head: rows of the output head for the MTP head to draft from, if the checkpoint has some.
       hf_config, generation_config: the parsed files; the second is empty when there is none.
       prefix: the trunk's prefix in the files, one of `names.TRUNK_PREFIXES`.
       notes: what is unusual about the directory and harmless.
@@ -38,6 +43,7 @@ class Checkpoint:
     path: Path
     cfg: ModelConfig
     params: Params
+    draft_head: DraftHead | None
     hf_config: dict[str, Any]
     generation_config: dict[str, Any]
     prefix: str
@@ -45,21 +51,51 @@ class Checkpoint:
 
 
 def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
-    """Loads the text model and, where there is one, the MTP head; vision tensors are not read.
+    """Loads the text model and, where there are some, MTP head and draft head; vision tensors are not read.
+
+    Formats are those of `formats`; which one a weight has is told by its tensors. Integers stay integers, FP8 becomes
+    `dtype`.
 
     Args:
       directory: holds config.json and safetensors files, with an index if there is more than one.
-      dtype: `float32`, `bfloat16` or `float16` for the parameters; None takes the config's.
+      dtype: `float32`, `bfloat16` or `float16`, of parameters stored in floats and of what quantised ones stand for;
+        None takes the config's.
 
     Host memory beyond the arrays themselves stays near 100 MB, whatever the sizes of tensors and files.
 
     Raises:
-      CheckpointError: a file or tensor is missing, unexpected, damaged, of a wrong shape or dtype, or quantised, all
-        of which is found before any tensor is read; a tied head differs from the embedding; a value is beyond the
-        range of `dtype`.
+      CheckpointError: a file or tensor is missing, unexpected, damaged, of a wrong shape or dtype, or of a format not
+        read here, all of which is found before any tensor is read; a tied head differs from the embedding; a scale is
+        not finite; zero points or weight_shape contradict the other tensors; a value is beyond the range of `dtype`.
       ConfigError: `dtype` is none of the three.
     """
     directory = Path(directory)
+    account, hf_config, generation_config = _account(directory, dtype)
+    if account.cfg.tie_word_embeddings:
+        _check_tied(account.sources)
+    leaves = [_load_place(place, account) for place in names.places(account.cfg)]
+    draft_head = None
+    if account.draft_place is not None:
+        draft_head = DraftHead(_load_place(account.draft_place, account), jnp.asarray(account.draft_ids))
+    return Checkpoint(
+        path=directory,
+        cfg=account.cfg,
+        params=jax.tree.unflatten(jax.tree.structure(abstract(account.cfg)), leaves),
+        draft_head=draft_head,
+        hf_config=hf_config,
+        generation_config=generation_config,
+        prefix=account.prefix,
+        notes=account.notes,
+    )
+
+
+def loaded_bytes(directory: str | Path, *, dtype: str | None = None) -> int:
+    """Bytes that `load_checkpoint` would allocate, told from the headers; raises what that raises before it reads."""
+    return _account(Path(directory), dtype)[0].nbytes
+
+
+def _account(directory: Path, dtype: str | None) -> tuple[Account, dict[str, Any], dict[str, Any]]:
+    """A sound account of a directory, its config.json and its generation_config.json."""
     inventory = take_inventory(directory)
     hf_config, generation_config, cfg = read_config(directory)
     if dtype is not None:
@@ -67,20 +103,7 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
     reject(inventory.problems)
     account = take_account(inventory, cfg, hf_config)
     reject(account.problems)
-    if account.cfg.tie_word_embeddings and names.HEAD in account.sources:
-        _check_tied(account.sources[names.HEAD], account.sources[names.EMBED])
-    leaves = [
-        _load_place(place, [account.sources[name] for name in place.names]) for place in names.places(account.cfg)
-    ]
-    return Checkpoint(
-        path=directory,
-        cfg=account.cfg,
-        params=jax.tree.unflatten(jax.tree.structure(abstract(account.cfg)), leaves),
-        hf_config=hf_config,
-        generation_config=generation_config,
-        prefix=account.prefix,
-        notes=account.notes,
-    )
+    return account, hf_config, generation_config
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], dict[str, Any], ModelConfig]:
@@ -102,84 +125,103 @@ def read_config(directory: Path) -> tuple[dict[str, Any], dict[str, Any], ModelC
     return hf_config, generation_config, cfg
 
 
-def _check_tied(head: TensorInfo, embed: TensorInfo) -> None:
+def _check_tied(sources: dict[str, TensorInfo]) -> None:
     """A tied checkpoint may carry the head as well, but then it must be the embedding, byte for byte."""
-    same = (head.dtype, head.shape) == (embed.dtype, embed.shape)
-    if not same or any(
-        read_rows(head, *rows).tobytes() != read_rows(embed, *rows).tobytes() for rows in _row_chunks(head)
-    ):
-        raise CheckpointError(
-            f"{head} differs from {embed.name!r} although config.json ties them: "
-            "remove the tensor, or set tie_word_embeddings to false"
-        )
+    heads, embeds = (
+        {name.rpartition(".")[2]: tensor for name, tensor in sources.items() if name.startswith(beginning)}
+        for beginning in ("lm_head.", "embed_tokens.")
+    )
+    for part, head in heads.items():
+        if part not in embeds or not _same(head, embeds[part]):
+            raise CheckpointError(
+                f"{head} differs from {names.EMBED!r} although config.json ties them: "
+                "remove the tensor, or set tie_word_embeddings to false"
+            )
 
 
-def _load_place(place: Place, tensors: list[TensorInfo]) -> jax.Array:
-    """One leaf of `Params`. The host holds all of it only if it is small, or if the host's memory is the device's.
+def _same(a: TensorInfo, b: TensorInfo) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return all(read_rows(a, *rows).tobytes() == read_rows(b, *rows).tobytes() for rows in _row_chunks(a.shape))
+
+
+def _load_place(place: Place, account: Account) -> Weight:
+    """One leaf of `Params`; a `QuantTensor` where the account has integers, for all layers of a stack or for none."""
+    layers = [account.stored[name] for name in place.names]
+    dtype = place.info.dtype
+    if not layers[0].bits:
+        shape = place.info.shape[1:] if place.stacked else place.info.shape  # without the middle axis of a convolution
+        return _load_array([_reshaped(floats(stored, dtype), shape) for stored in layers], place.stacked)
+    parts = {name: _load_array(rows, place.stacked) for name, rows in _alike(layers, dtype).items()}
+    return quant_tensor(**parts, bits=layers[0].bits, dtype=dtype)
+
+
+def _reshaped(rows: Rows, shape: tuple[int, ...]) -> Rows:
+    return Rows(shape, rows.dtype, lambda start, stop: rows.read(start, stop).reshape(stop - start, *shape[1:]))
+
+
+def _alike(layers: list[Stored], dtype: str) -> dict[str, list[Rows]]:
+    """The parts of a `QuantTensor`, of each layer. What only some layers have is made explicit in the others."""
+    each = [integers(stored, dtype) for stored in layers]
+    parts = {"codes": [parts["codes"] for parts in each], "scales": [parts["scales"] for parts in each]}
+    if len({rows.dtype for rows in parts["scales"]}) > 1:
+        parts["scales"] = [rows.astype("float32") for rows in parts["scales"]]  # holds fp16 and bf16 exactly
+    for name, neutral in (("zeros", no_zeros), ("group_of", own_order)):
+        if any(name in parts for parts in each):
+            parts[name] = [own.get(name) or neutral(stored) for own, stored in zip(each, layers, strict=True)]
+    return parts
+
+
+def _load_array(layers: list[Rows], stacked: bool) -> jax.Array:
+    """One array. The host holds all of it only if it is small, or if the host's memory is the device's.
 
     (On CPU, writing in pieces would be slow besides: XLA widens all of a bf16 array to fp32 to update a part.)
     """
-    if jax.default_backend() == "cpu" or place.info.nbytes <= _CHUNK_BYTES:
-        return jax.device_put(_fill_host(place, tensors))
-    return _fill_device(place, tensors)
+    nbytes = sum(math.prod(rows.shape) * np.dtype(rows.dtype).itemsize for rows in layers)
+    if jax.default_backend() == "cpu" or nbytes <= _CHUNK_BYTES:
+        return jax.device_put(_fill_host(layers, stacked))
+    return _fill_device(layers, stacked)
 
 
-def _fill_host(place: Place, tensors: list[TensorInfo]) -> np.ndarray:
-    """The leaf in memory aligned to 64 bytes, which the CPU backend adopts without a copy."""
-    info = place.info
-    memory = np.empty(info.nbytes + 64, np.uint8)
+def _fill_host(layers: list[Rows], stacked: bool) -> np.ndarray:
+    """The array in memory aligned to 64 bytes, which the CPU backend adopts without a copy."""
+    shape, dtype = (len(layers), *layers[0].shape), np.dtype(layers[0].dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + 64, np.uint8)
     offset = -memory.ctypes.data % 64
-    leaf = memory[offset : offset + info.nbytes].view(info.dtype).reshape(info.shape)
-    layers = leaf if place.stacked else leaf[None]
-    for layer, start, rows in _pieces(place, tensors):
-        layers[layer, start : start + len(rows)] = rows
-    return leaf
+    array = memory[offset : offset + nbytes].view(dtype).reshape(shape)
+    for layer, start, piece in _pieces(layers):
+        array[layer, start : start + len(piece)] = piece
+    return array if stacked else array[0]
 
 
-def _fill_device(place: Place, tensors: list[TensorInfo]) -> jax.Array:
-    """The leaf on the device, written a piece at a time; waiting for each keeps one piece alive on the host."""
-    leaf = jnp.zeros(place.info.shape, place.info.dtype)
-    for layer, start, rows in _pieces(place, tensors):
-        piece, corner = (rows[None], (layer, start)) if place.stacked else (rows, (start,))
-        leaf = _write(leaf, piece, corner).block_until_ready()
-    return leaf
+def _fill_device(layers: list[Rows], stacked: bool) -> jax.Array:
+    """The array on the device, written a piece at a time; waiting for each keeps one piece alive on the host."""
+    shape = (len(layers), *layers[0].shape) if stacked else layers[0].shape
+    array = jnp.zeros(shape, layers[0].dtype)
+    for layer, start, piece in _pieces(layers):
+        piece, corner = (piece[None], (layer, start)) if stacked else (piece, (start,))
+        array = _write(array, piece, corner).block_until_ready()
+    return array
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(leaf: jax.Array, piece: jax.Array, corner: tuple[int, ...]) -> jax.Array:
-    """`leaf` with `piece` at `corner`; later axes start at 0."""
-    return jax.lax.dynamic_update_slice(leaf, piece, (*corner, *[0] * (leaf.ndim - len(corner))))
+def _write(array: jax.Array, piece: jax.Array, corner: tuple[int, ...]) -> jax.Array:
+    """`array` with `piece` at `corner`; later axes start at 0."""
+    return jax.lax.dynamic_update_slice(array, piece, (*corner, *[0] * (array.ndim - len(corner))))
 
 
-def _pieces(place: Place, tensors: list[TensorInfo]) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(layer, first row, rows in the leaf's dtype) of everything that fills a leaf."""
-    row_shape = place.info.shape[2:] if place.stacked else place.info.shape[1:]
-    for layer, tensor in enumerate(tensors):
-        for start, stop in _row_chunks(tensor):
-            rows = _read_as(tensor, start, stop, np.dtype(place.info.dtype))
-            yield layer, start, rows.reshape(stop - start, *row_shape)
+def _pieces(layers: list[Rows]) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(layer, first row, rows) of everything that fills an array."""
+    for layer, rows in enumerate(layers):
+        for start, stop in _row_chunks(rows.shape):
+            yield layer, start, rows.read(start, stop)
 
 
-def _row_chunks(tensor: TensorInfo) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that cover a tensor, all of one length, so that one compiled write serves them all."""
-    rows = tensor.shape[0]
-    step = min(rows, max(1, _CHUNK_BYTES // (4 * math.prod(tensor.shape[1:]))))
+def _row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that cover an array, all of one length, so that one compiled write serves them all."""
+    rows = shape[0]
+    step = min(rows, max(1, _CHUNK_BYTES // (4 * math.prod(shape[1:]))))
     for start in range(0, rows, step):
         start = min(start, rows - step)  # the last chunk goes over some rows again
         yield start, start + step
-
-
-def _read_as(tensor: TensorInfo, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
-    """Rows of a tensor in `dtype`; a finite value that `dtype` cannot hold is an error, not an infinity."""
-    values = read_rows(tensor, start, stop)
-    if values.dtype == dtype:
-        return values
-    with np.errstate(over="ignore"):
-        cast = values.astype(dtype)
-    if jnp.finfo(dtype).max < jnp.finfo(values.dtype).max:
-        lost = np.isinf(cast) & np.isfinite(values)
-        if lost.any():
-            raise CheckpointError(
-                f"{tensor} holds {values[lost][0]}, beyond the range of {dtype}: load with a wider dtype"
-            )
-    return cast

@@ -26,6 +26,7 @@ _VISION = re.compile(r"(model\.|language_model\.)*(visual|vision_tower|vision_mo
 
 EMBED = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+DRAFT_HEAD = "mtp.draft_lm_head.weight"
 
 _TOP = {"embed": EMBED, "norm": "norm.weight", "lm_head": HEAD}
 _LAYER = {
@@ -101,6 +102,12 @@ def places(cfg: ModelConfig) -> list[Place]:
             names = (_MTP[rest] if part == "mtp" else _TOP[part],)
         result.append(Place(dotted, info, names, stacked=part in ("linear", "full")))
     return result
+
+
+def draft_place(cfg: ModelConfig, rows: int) -> Place:
+    """The rows of the output head that the MTP head may draft from. They are no part of `abstract(cfg)`."""
+    head = abstract(dataclasses.replace(cfg, tie_word_embeddings=False)).lm_head
+    return Place("draft_head", dataclasses.replace(head, shape=(rows, head.shape[1])), (DRAFT_HEAD,), stacked=False)
 
 
 def _layer_numbers(cfg: ModelConfig, part: str) -> list[int]:

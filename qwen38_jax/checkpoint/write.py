@@ -15,7 +15,14 @@ import numpy as np
 
 from qwen38_jax.checkpoint.files import INDEX, SINGLE, CheckpointError, require_tokenizer
 
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "int64": "I64"}
+_CODES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+}
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

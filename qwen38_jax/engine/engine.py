@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.checkpoint.load import load_checkpoint, read_config
+from qwen38_jax.checkpoint import load_checkpoint, loaded_bytes
+from qwen38_jax.checkpoint.load import read_config
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefill, start
 from qwen38_jax.engine.memory import require, tree_bytes
 from qwen38_jax.engine.request import Completion, Request
 from qwen38_jax.engine.stream import Stream
 from qwen38_jax.evaluation.perplexity import Score, score, score_bytes
-from qwen38_jax.params import Params, byte_count
+from qwen38_jax.params import Params
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from qwen38_jax.state import StateConfig, abstract_state, init_state
@@ -93,16 +94,17 @@ class Engine:
           NotEnoughMemory: the parameters do not fit.
         """
         directory = SHIPPED_CHECKPOINT if directory is None else Path(directory)
-        _, generation_config, cfg = read_config(directory)
-        tokenizer = Tokenizer.from_directory(directory)  # before the long part
+        # All that can be wrong with a small file is told before the long part.
+        tokenizer = Tokenizer.from_directory(directory)
+        _, generation_config, _ = read_config(directory)
         try:
             SamplingParams.from_generation_config(generation_config)
         except ValueError as error:
             raise ValueError(f"{directory / 'generation_config.json'}: {error}") from None
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"
-        cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
-        require(byte_count(cfg), f"{directory} in {cfg.dtype}", "use a smaller dtype or free memory")
+        needed = loaded_bytes(directory, dtype=dtype)
+        require(needed, str(directory), "use a smaller dtype, a quantised checkpoint, or free memory")
         checkpoint = load_checkpoint(directory, dtype=dtype)
         return cls(
             checkpoint.params,

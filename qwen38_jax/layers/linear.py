@@ -1,8 +1,10 @@
-"""Matrix products with weights."""
+"""Matrix products with weights, which may be quantised: no caller asks in which format."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from qwen38_jax.quantization import QuantTensor, Weight, dequantize
 
 Array = jax.Array
 
@@ -10,14 +12,29 @@ Array = jax.Array
 PRECISION = lax.Precision.HIGHEST
 
 
-def linear(x: Array, w: Array, out_dtype: jnp.dtype | None = None) -> Array:
-    """`x [..., K] @ w [N, K].T -> [..., N]`, summed in fp32, in `x.dtype` unless `out_dtype` says otherwise."""
+def linear(x: Array, w: Weight, out_dtype: jnp.dtype | None = None) -> Array:
+    """`x [..., K] @ w [N, K].T -> [..., N]`, summed in fp32, in `x.dtype` unless `out_dtype` says otherwise.
+
+    A quantised `w` is dequantised to `x.dtype` first.
+    """
+    if isinstance(w, QuantTensor):
+        w = dequantize(w, x.dtype)
     # Not asked of half precision: its gradient meets cotangents of fp32 and would leave the tensor cores.
     precision = PRECISION if x.dtype == jnp.float32 else None
     y = jnp.einsum("...k,nk->...n", x, w, precision=precision, preferred_element_type=jnp.float32)
     return y.astype(out_dtype or x.dtype)
 
 
-def embed(table: Array, ids: Array) -> Array:
-    """Rows `table [V, H][ids [...]] -> [..., H]`. An id outside the table is clamped: callers check ids first."""
-    return table.at[ids].get(mode="clip")
+def embed(table: Weight, ids: Array) -> Array:
+    """Rows `table [V, H][ids [...]] -> [..., H]` in `table.dtype`; of a quantised table only these are dequantised.
+
+    An id outside the table is clamped: callers check ids first.
+    """
+
+    def rows(t):
+        return t.at[ids].get(mode="clip")
+
+    if not isinstance(table, QuantTensor):
+        return rows(table)
+    zeros = None if table.zeros is None else rows(table.zeros)
+    return dequantize(table.replace(codes=rows(table.codes), scales=rows(table.scales), zeros=zeros))

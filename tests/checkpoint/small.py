@@ -27,7 +27,7 @@ CFG = dataclasses.replace(
     vocab_size=32,
     dtype="float32",
 )
-RECIPE = Recipe(CFG, prefix="model.", quantised=False, vision=None, shard_bytes=10**9)
+RECIPE = Recipe(CFG, prefix="model.", format="bf16", vision=None, shard_bytes=10**9)
 
 Tensors = dict[str, np.ndarray]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from qwen38_jax.checkpoint import CheckpointError, describe, load, load_checkpoint, require_tokenizer
+from qwen38_jax.checkpoint import CheckpointError, describe, load_checkpoint, require_tokenizer
 from qwen38_jax.checkpoint.files import INDEX, read_header
 from tests.checkpoint.small import edit, edit_header, edit_index, edit_json, make
 
@@ -127,16 +127,20 @@ SINGLE = {
     ),
     "compressed-tensors": (
         _replace(UP, *(UP + suffix for suffix in ("_packed", "_scale", "_shape"))),
-        [ONE, UP + "_packed", "compressed-tensors", "quantised checkpoints are not supported by this version"],
+        [ONE, UP + "_packed", "I32 [4, 2]", "[32, 16]", "[32, 2] (4 bits) or [32, 4] (8 bits)"],
     ),
     "gptq": (
         _replace(UP, *(UP.removesuffix("weight") + part for part in ("qweight", "qzeros", "scales", "g_idx"))),
-        [ONE, "up_proj.qweight", "GPTQ", "quantised"],
+        [ONE, "up_proj.qweight", "I32 [4, 2]", "[2, 32] (4 bits) or [4, 32] (8 bits)"],
     ),
-    "fp8": (lambda p: edit_header(p, _fp8), [ONE, UP, "F8_E4M3", "quantised"]),
-    "scales beside a weight": (
+    "fp8 without scales": (lambda p: edit_header(p, _fp8), [ONE, UP, "F8_E4M3", "not supported"]),
+    "block scales beside floats": (
         lambda p: edit(p, lambda t: t.update({UP + "_scale_inv": np.ones((1, 1), np.float32)})),
-        [ONE, UP + "_scale_inv", "FP8", "quantised"],
+        [ONE, UP, "F32", "expected one of F8_E4M3"],
+    ),
+    "nvfp4": (
+        lambda p: edit(p, lambda t: t.update({UP + "_scale_2": np.ones(1, np.float32)})),
+        [ONE, UP, "NVFP4", "not supported"],
     ),
 }
 CONV = "model.layers.0.linear_attn.conv1d.weight"
@@ -193,7 +197,7 @@ def test_fault(sound, tmp_path, monkeypatch, shards, fault, fragments):
     path = shutil.copytree(sound[shards], tmp_path / "m")
     fault(path)
     read = []
-    monkeypatch.setattr(load, "read_rows", lambda tensor, *_: read.append(tensor.name))
+    monkeypatch.setattr("qwen38_jax.checkpoint.files._read", lambda tensor, *_: read.append(tensor.name))
     with pytest.raises(CheckpointError) as raised:
         load_checkpoint(path)
     assert read == []

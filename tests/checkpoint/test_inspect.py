@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from qwen38_jax.checkpoint import CheckpointError, describe, format_description, load
+from qwen38_jax.checkpoint import CheckpointError, describe, format_description
 from qwen38_jax.checkpoint.inspect import Description
 from scripts.make_synthetic_checkpoint import recipe, write
 from tests.checkpoint.small import edit, make, read
@@ -14,8 +14,7 @@ def _no_tensor_is_read(monkeypatch):
     def refuse(*_):
         raise AssertionError("inspecting must not read tensor data")
 
-    monkeypatch.setattr(load, "read_rows", refuse)
-    monkeypatch.setattr("qwen38_jax.checkpoint.files.safe_open", refuse)
+    monkeypatch.setattr("qwen38_jax.checkpoint.files._read", refuse)
 
 
 def _counts(description: Description) -> dict[str, int]:
@@ -78,11 +77,16 @@ def test_without_mtp(tmp_path):
 def test_a_quantised_checkpoint_is_described(tmp_path):
     write(tmp_path / "m", recipe("qwen3.8-27b-w4a16", scale="small"))
     d = describe(tmp_path / "m")
-    assert "compressed-tensors" in d.quantised and not d.loadable
-    assert (d.missing, d.unexpected, len(d.problems), d.mtp) == ((), (), 1, "present")
-    mlp = next(part for part in d.classes if part.name == "mlp")
-    assert mlp.dtypes == {"I32": 24, "F16": 24, "I64": 24}
-    assert next(part for part in d.classes if part.name == "embed").dtypes == {"BF16": 1}
+    # Scaled down, most matrices have 128 columns, which is one group.
+    row, packed = "int4 per channel (compressed-tensors)", "int4 group 128 (compressed-tensors)"
+    assert set(d.quantised.split(", ")) == {row, packed} and d.loadable
+    assert (d.missing, d.unexpected, d.problems, d.mtp) == ((), (), (), "present")
+    classes = {part.name: part for part in d.classes}
+    assert classes["mlp"].dtypes == {"I32": 24, "F16": 24, "I64": 24}
+    assert classes["mlp"].formats == {row: 16, packed: 8}
+    assert classes["gated_delta_net"].formats == {"bf16": 6 * 5, row: 6 * 2, packed: 6}
+    assert classes["mtp"].formats == {"bf16": 15}
+    assert f"16 {row}, 8 {packed}" in format_description(d)
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])

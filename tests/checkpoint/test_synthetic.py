@@ -54,13 +54,41 @@ def test_the_full_w4a16_checkpoint_has_the_published_tensors():
     assert tensors["model.language_model.layers.5.linear_attn.in_proj_a.weight"].dtype == "bfloat16"
 
 
+def test_the_other_full_checkpoints_have_the_published_tensors():
+    files = plan(recipe("qwen3.8-27b-fp8"))
+    fp8 = _all(files)
+    assert sum(tensor.dtype == "float8_e4m3fn" for tensor in fp8.values()) == 407
+    assert sum(tensor.nbytes for tensor in fp8.values()) == pytest.approx(28.75 * 2**30, rel=1e-3)
+    assert len(files) == 64 + 2 and {"layers-63.safetensors", "outside.safetensors", "mtp.safetensors"} <= files.keys()
+    assert fp8["mtp.fc.weight"].dtype == "bfloat16"
+    assert fp8["mtp.layers.0.mlp.down_proj.weight_scale_inv"].shape == (40, 136)
+    fast = _all(plan(recipe("qwen3.8-27b-fast")))
+    for name, shape in {
+        "lm_head.weight_packed": (248320, 640),
+        "lm_head.weight_scale": (248320, 40),
+        "model.language_model.embed_tokens.weight_packed": (248320, 1280),
+        "mtp.fc.weight_packed": (5120, 1280),
+        "mtp.draft_lm_head.weight_packed": (40960, 640),
+    }.items():
+        assert fast[name].shape == shape
+    assert fast["model.language_model.embed_tokens.weight_scale"].dtype == "bfloat16"
+    gptq = _all(plan(recipe("qwen3.8-27b-gptq")))
+    down = "model.language_model.layers.5.mlp.down_proj"
+    assert {key: (t.dtype, t.shape) for key, t in gptq.items() if key.startswith(down)} == {
+        f"{down}.qweight": ("int32", (17408 // 8, 5120)),
+        f"{down}.qzeros": ("int32", (17408 // 128, 5120 // 8)),
+        f"{down}.scales": ("float16", (17408 // 128, 5120)),
+        f"{down}.g_idx": ("int32", (17408,)),
+    }
+
+
 @needs_golden
 @pytest.mark.parametrize(
     "directory, prefix", [("tiny_qwen3_5", "model."), ("tiny_qwen3_5_composite", "model.language_model.")]
 )
 def test_names_and_shapes_are_those_of_a_golden_directory(directory, prefix):
     cfg = ModelConfig.from_hf(json.loads((GOLDEN / directory / "config.json").read_text()))
-    planned = _all(plan(Recipe(cfg, prefix, quantised=False, vision=None, shard_bytes=10**9)))
+    planned = _all(plan(Recipe(cfg, prefix, format="bf16", vision=None, shard_bytes=10**9)))
     stored = read(GOLDEN / directory)
     assert {name: (t.shape, t.dtype) for name, t in planned.items()} == {
         name: (value.shape, value.dtype.name) for name, value in stored.items()
@@ -73,11 +101,11 @@ def test_configs_are_read_back(like):
     config = hf_config(chosen)
     assert ModelConfig.from_hf(config) == chosen.cfg
     assert ("text_config" in config) == (like != "tiny")
-    assert ("quantization_config" in config) == like.endswith("w4a16")
+    assert ("quantization_config" in config) == (like not in ("qwen3.8-27b", "tiny"))
     assert ModelConfig.from_hf(hf_config(recipe("qwen3.8-27b"))) == FULL
 
 
-@pytest.mark.parametrize("like", ["qwen3.8-27b", "tiny"])
+@pytest.mark.parametrize("like", LIKE)
 def test_small_ones_load(tmp_path, like):
     main(["--like", like, "--scale", "small", "--vocab", "300", "--layers", "4", str(tmp_path / "m")])
     checkpoint = load_checkpoint(tmp_path / "m")

@@ -1,0 +1,172 @@
+"""`QuantTensor`, a matrix stored as integers and scales, and its round-to-nearest quantiser.
+
+    W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g],  g = k // group
+
+Codes are signed (-8..7 or -128..127) and so are scales: a quantiser that uses the whole range of codes lets the weight
+of largest magnitude take the code -8, which makes about half of the scales negative.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+Array = jax.Array
+
+LAYOUTS = ("rows",)
+_SCALE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@struct.dataclass
+class QuantTensor:
+    """A matrix `[N, K]` of `bits`-bit integers, with any leading axes, e.g. that of stacked layers.
+
+    Make one with `quant_tensor`, which checks the parts; indexing every leaf along a leading axis gives another.
+
+    Attributes:
+      codes: uint8 `[..., N, K * bits / 8]`: code + 2^(bits - 1), two to a byte for 4 bits, the even column in the low
+        half. These are the bytes of a compressed-tensors file, and take what an int4 array should: half a byte each.
+      scales: `[..., N, K / group]`, signed, in the dtype they came in (fp16, bf16 or fp32).
+      zeros: int8 `[..., N, K / group]`, the code that stands for zero; None when it is 0 everywhere (symmetric).
+      group_of: int32 `[..., K]`, the group of each column, for columns that were quantised in order of importance
+        (act-order); None for k // group.
+      bits: 4 or 8.
+      group: columns that share a scale; K when there is one scale per row (per channel).
+      dtype: of the matrix that this stands for, as an array has one.
+      layout: how the codes are arranged; "rows" is the order described here.
+    """
+
+    codes: Array
+    scales: Array
+    zeros: Array | None
+    group_of: Array | None
+    bits: int = struct.field(pytree_node=False)
+    group: int = struct.field(pytree_node=False)
+    dtype: str = struct.field(pytree_node=False)
+    layout: str = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., N, K]` of the matrix."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def astype(self, dtype) -> "QuantTensor":
+        """The same integers, standing for a matrix of another dtype."""
+        return self.replace(dtype=jnp.dtype(dtype).name)
+
+
+Weight = Array | QuantTensor
+
+
+def quant_tensor(
+    codes: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    group_of: Array | None = None,
+    *,
+    bits: int,
+    dtype: str,
+    layout: str = "rows",
+) -> QuantTensor:
+    """A `QuantTensor` of parts that fit each other; the group size follows from their shapes.
+
+    Raises:
+      ValueError: shapes or dtypes contradict each other; the message has both.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, got {bits}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} is unknown; expected one of {LAYOUTS}")
+    if codes.dtype != jnp.uint8 or codes.ndim < 2:
+        raise ValueError(f"codes must be uint8 [..., N, K * {bits} / 8], got {codes.dtype}{list(codes.shape)}")
+    *rows, width = codes.shape
+    columns = width * 8 // bits
+    if scales.dtype.name not in _SCALE_DTYPES:
+        raise ValueError(f"scales must be one of {_SCALE_DTYPES}, got {scales.dtype}")
+    if list(scales.shape[:-1]) != rows or not scales.shape[-1] or columns % scales.shape[-1]:
+        raise ValueError(
+            f"scales {list(scales.shape)} do not divide codes {list(codes.shape)}, a matrix {[*rows, columns]} in "
+            f"{bits} bits, into whole groups"
+        )
+    if zeros is not None and (zeros.dtype != jnp.int8 or zeros.shape != scales.shape):
+        raise ValueError(f"zeros must be int8{list(scales.shape)} as scales, got {zeros.dtype}{list(zeros.shape)}")
+    if group_of is not None and (group_of.dtype != jnp.int32 or list(group_of.shape) != [*rows[:-1], columns]):
+        raise ValueError(
+            f"group_of must be int32{[*rows[:-1], columns]} for this matrix, got {group_of.dtype}{list(group_of.shape)}"
+        )
+    group = columns // scales.shape[-1]
+    return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, layout)
+
+
+def dequantize(w: QuantTensor, dtype: str | None = None) -> Array:
+    """The matrix `[..., N, K]`: `(code - zero) * scale` in fp32, then cast to `dtype` (None: `w.dtype`)."""
+    codes = unpack(w.codes, w.bits)
+    if w.group_of is None:
+        zeros, scales = (None if t is None else jnp.repeat(t, w.group, axis=-1) for t in (w.zeros, w.scales))
+    else:
+        group_of = w.group_of if w.group_of.ndim == 1 else w.group_of[..., None, :]
+        group_of = jnp.broadcast_to(group_of, codes.shape)
+        zeros, scales = (None if t is None else jnp.take_along_axis(t, group_of, -1) for t in (w.zeros, w.scales))
+    if zeros is not None:
+        codes = codes.astype(jnp.int16) - zeros  # 8-bit codes less their zero need 9 bits
+    return (codes.astype(jnp.float32) * scales.astype(jnp.float32)).astype(dtype or w.dtype)
+
+
+def quantize(
+    w: Array,
+    bits: int,
+    group: int | None,
+    *,
+    symmetric: bool = True,
+    scale_dtype: str = "float16",
+) -> QuantTensor:
+    """Rounds a matrix `[..., N, K]` of finite values to the nearest codes.
+
+    Symmetric: the value of largest magnitude in a group is the code -2^(bits - 1), whatever its sign. Asymmetric: a
+    group's range, widened to hold 0, spans all codes. Codes are the nearest under the scale as `scale_dtype` holds it.
+
+    Args:
+      group: columns that share a scale; None for one scale per row.
+
+    Raises:
+      ValueError: bits is neither 4 nor 8, or groups do not divide K.
+    """
+    columns = w.shape[-1]
+    group = columns if group is None else group
+    if bits not in (4, 8):
+        raise ValueError(f"bits must be 4 or 8, got {bits}")
+    if group < 1 or columns % group or columns * bits % 8:
+        raise ValueError(f"groups of {group} at {bits} bits do not divide rows of {columns} values")
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    grouped = w.astype(jnp.float32).reshape(*w.shape[:-1], columns // group, group)
+    zeros = None
+    if symmetric:
+        largest = jnp.take_along_axis(grouped, jnp.argmax(jnp.abs(grouped), axis=-1, keepdims=True), -1)[..., 0]
+        scales = (largest / low).astype(scale_dtype)
+    else:
+        bottom, top = jnp.minimum(grouped.min(-1), 0), jnp.maximum(grouped.max(-1), 0)
+        scales = ((top - bottom) / (high - low)).astype(scale_dtype)
+    step = scales.astype(jnp.float32)
+    step = jnp.where(step == 0, 1, step)  # a group of zeros
+    codes = jnp.round(grouped / step[..., None])
+    if not symmetric:
+        zeros = jnp.clip(jnp.round(low - bottom / step), low, high)
+        codes, zeros = codes + zeros[..., None], zeros.astype(jnp.int8)
+    codes = jnp.clip(codes, low, high).reshape(w.shape).astype(jnp.int8)
+    return quant_tensor(pack(codes, bits), scales, zeros, bits=bits, dtype=w.dtype.name)
+
+
+def unpack(codes: Array, bits: int) -> Array:
+    """Signed codes int8 `[..., K]` of the bytes `[..., K * bits / 8]`."""
+    if bits == 4:
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    return (codes.astype(jnp.int16) - 2 ** (bits - 1)).astype(jnp.int8)
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Bytes uint8 `[..., K * bits / 8]` of signed codes `[..., K]`: the inverse of `unpack`."""
+    codes = (codes.astype(jnp.int16) + 2 ** (bits - 1)).astype(jnp.uint8)
+    return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
