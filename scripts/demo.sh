@@ -9,8 +9,8 @@ prompts=("$@")
 if [[ $# == 0 ]]; then
   prompts=(
     "What does the \`with\` statement do?"
-    $'Repeat this text exactly:\n\nThe quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs.'
-    $'Complete this function:\n\ndef factorial(n):\n    """Return n!, the product of 1 to n."""'
+    "How do I read a file in Python?"
+    $'Repeat the string below exactly.\n\nqX7-blue_harbor/42;zeta kappa_19 -> rho'
   )
 fi
 
