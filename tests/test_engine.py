@@ -68,6 +68,14 @@ def test_neighbours_and_order_change_nothing(engine):
     assert alone == together == reordered == split
 
 
+@pytest.mark.parametrize("chunks", [(8,), (64,), (128,), (512,)])
+def test_padding_of_the_prompt_changes_no_token(engine, monkeypatch, chunks):
+    """64 greedy tokens after the same five, whatever length they were padded to."""
+    expected = ask(engine, [5, 9, 200, 31, 7], max_new_tokens=64).token_ids
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNKS", chunks)
+    assert ask(engine, [5, 9, 200, 31, 7], max_new_tokens=64).token_ids == expected
+
+
 def test_stop_id_ends_the_text_before_it(engine):
     """Declare a token that greedy decoding really emits to be the end: every stop case becomes certain."""
     tokens = ask(engine, [5, 9, 200]).token_ids
