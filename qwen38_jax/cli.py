@@ -147,12 +147,13 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _generate_file(engine, args: argparse.Namespace, lines: list[tuple[int, bytes]], options: dict) -> int:
     """Answers a file of prompts. A bad line is reported and left out; the exit code then is 1."""
+    from qwen38_jax.engine import Request
+
     good, bad = [], 0
     for number, line in lines:
         try:
-            request = _request_of_line(line, options)
-            engine.encode(request)
-            good.append((number, request))
+            ids = engine.encode(_request_of_line(line, options))
+            good.append((number, Request(prompt_ids=ids, sampling=options["sampling"])))
         except ValueError as error:
             bad += 1
             print(f"{args.prompts}:{number}: {error}", file=sys.stderr)

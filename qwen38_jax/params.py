@@ -233,3 +233,8 @@ def cast(params: Params, cfg: ModelConfig) -> Params:
 def byte_count(cfg: ModelConfig) -> int:
     """Bytes of all parameters in `cfg.dtype`."""
     return sum(info.nbytes for info in jax.tree.leaves(abstract(cfg)))
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of all arrays (or `jax.ShapeDtypeStruct`s) of a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -16,11 +16,11 @@ from qwen38_jax.checkpoint import load_checkpoint, loaded_bytes
 from qwen38_jax.checkpoint.load import read_config
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefill, start
-from qwen38_jax.engine.memory import require, tree_bytes
+from qwen38_jax.engine.memory import require
 from qwen38_jax.engine.request import Completion, Request
 from qwen38_jax.engine.stream import Stream
 from qwen38_jax.evaluation.perplexity import Score, score, score_bytes
-from qwen38_jax.params import Params
+from qwen38_jax.params import Params, tree_bytes
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from qwen38_jax.state import StateConfig, abstract_state, init_state

@@ -36,8 +36,3 @@ def require(needed: int, what: str, remedy: str) -> None:
         raise NotEnoughMemory(
             f"{what} needs {needed / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB are free: {remedy}"
         )
-
-
-def tree_bytes(tree) -> int:
-    """Bytes of all arrays (or `jax.ShapeDtypeStruct`s) of a pytree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

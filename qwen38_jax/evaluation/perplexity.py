@@ -12,7 +12,7 @@ import numpy as np
 from qwen38_jax.block import chain_block
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.model import forward, logits
-from qwen38_jax.params import Params
+from qwen38_jax.params import Params, tree_bytes
 from qwen38_jax.sampling import token_logprobs
 from qwen38_jax.state import State, StateConfig, abstract_state, init_state
 
@@ -70,8 +70,7 @@ def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vo
 
 def score_bytes(cfg: ModelConfig, tokens: int) -> int:
     """Bytes that `score` allocates for its state and for the logits of a chunk, beside the parameters."""
-    state = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(abstract_state(cfg, _sizes(tokens))))
-    return state + 3 * 4 * _CHUNK * cfg.vocab_size
+    return tree_bytes(abstract_state(cfg, _sizes(tokens))) + 3 * 4 * _CHUNK * cfg.vocab_size
 
 
 def _sizes(tokens: int) -> StateConfig:

@@ -14,7 +14,7 @@ _MEASURE = """
 import json, re, sys
 import jax
 from qwen38_jax.checkpoint import load_checkpoint
-from qwen38_jax.engine.memory import tree_bytes
+from qwen38_jax.params import tree_bytes
 
 def status(key):
     return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])

@@ -15,10 +15,9 @@ from qwen38_jax.checkpoint import CheckpointError, describe, export_checkpoint, 
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
 from qwen38_jax.checkpoint.files import read_header, read_rows
 from qwen38_jax.drafters.mtp import mtp_forward
-from qwen38_jax.engine.memory import tree_bytes
 from qwen38_jax.layers.linear import linear
 from qwen38_jax.model import logits
-from qwen38_jax.params import cast
+from qwen38_jax.params import cast, tree_bytes
 from qwen38_jax.quantization import QuantTensor, dequantize
 from qwen38_jax.state import StateConfig, init_state
 from scripts.make_synthetic_checkpoint import FORMATS, recipe, write
