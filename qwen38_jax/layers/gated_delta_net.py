@@ -29,7 +29,7 @@ from qwen38_jax.params import GatedDeltaNet
 
 Array = jax.Array
 
-CHUNK = 64  # rows solved at once; longer blocks are scanned in chunks of this many
+CHUNK = 64  # rows solved at once; longer blocks are cut into chunks of this many
 
 
 class Writes(NamedTuple):
@@ -156,7 +156,7 @@ def delta_rule(inputs: Inputs, state: Array, block: Block) -> tuple[Array, Array
     if n > CHUNK:
         if block.parents is not None:
             raise ValueError(f"a tree may have at most {CHUNK} rows, got {n}")
-        return _scan_chunks(inputs, state)
+        return _chunks_at_once(inputs, state)
     terms = _chunk_terms(inputs, visible(block))
     out, delta, state = _apply_chunk(terms, _split_heads(state, inputs.k.shape[2]))
     return _rows(out), _rows(delta), _rows(terms.log_decay), _join_heads(state)
@@ -227,30 +227,43 @@ def _apply_chunk(terms: _ChunkTerms, state: Array) -> tuple[Array, Array, Array]
     return out, delta, state
 
 
-def _scan_chunks(inputs: Inputs, state: Array) -> tuple[Array, Array, Array, Array]:
+def _chunks_at_once(inputs: Inputs, state: Array) -> tuple[Array, Array, Array, Array]:
+    """A long block: the states between its chunks first, one small product a chunk, then all chunks in parallel.
+
+    With K the keys of a chunk, each times its decay to the chunk's end, and W and U `solved_keys` and `solved_values`:
+
+        S_next = (exp(G_last) I - K^T W) S + K^T U
+    """
     batch, n = inputs.v.shape[:2]
-    heads = inputs.k.shape[2]
     chunks = -(-n // CHUNK)
 
-    def to_chunks(t):  # [B, L, ...] -> [chunks * B, CHUNK, ...]; the zero rows at the end change nothing
+    def to_chunks(t):  # [B, L, ...] -> [B * chunks, CHUNK, ...]; the zero rows at the end change nothing
         t = jnp.pad(t, ((0, 0), (0, chunks * CHUNK - n), *[(0, 0)] * (t.ndim - 2)))
-        return t.reshape(batch, chunks, CHUNK, *t.shape[2:]).swapaxes(0, 1).reshape(-1, CHUNK, *t.shape[2:])
+        return t.reshape(batch * chunks, CHUNK, *t.shape[2:])
 
-    mask = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool), (chunks * batch, CHUNK, CHUNK))
+    def from_chunks(t):  # [B * chunks, h, r, CHUNK, ...] -> [B, L, heads, ...]
+        t = _rows(t)
+        return t.reshape(batch, chunks * CHUNK, *t.shape[2:])[:, :n]
+
+    def in_sequence(t):  # [B * chunks, ...] -> [chunks, B, ...]
+        return t.reshape(batch, chunks, *t.shape[1:]).swapaxes(0, 1)
+
+    mask = jnp.broadcast_to(jnp.tri(CHUNK, dtype=bool), (batch * chunks, CHUNK, CHUNK))
     terms = _chunk_terms(Inputs(*map(to_chunks, inputs)), mask)
-    terms = jax.tree.map(lambda t: t.reshape(chunks, batch, *t.shape[1:]), terms)
+    last = terms.log_decay[..., -1:]
+    keys = (terms.k * jnp.exp(last - terms.log_decay)[..., None]).swapaxes(-1, -2)  # [B * chunks, h, r, Dk, C]
+    kept = jnp.exp(last)[..., None] * jnp.eye(keys.shape[-2]) - _matmul(keys, terms.solved_keys)
+    added = _matmul(keys, terms.solved_values)
 
     def step(state, chunk):
-        out, delta, state = _apply_chunk(chunk, state)
-        return state, (_rows(out), _rows(delta))
+        kept, added = chunk
+        return _matmul(kept, state) + added, state
 
-    state, (out, delta) = lax.scan(step, _split_heads(state, heads), terms)
-
-    def from_chunks(t):  # [chunks, B, CHUNK, ...] -> [B, L, ...]
-        return t.swapaxes(0, 1).reshape(batch, chunks * CHUNK, *t.shape[3:])[:, :n]
-
-    log_decay = jax.vmap(_rows)(terms.log_decay)
-    return from_chunks(out), from_chunks(delta), from_chunks(log_decay), _join_heads(state)
+    state = _split_heads(state, inputs.k.shape[2])
+    state, before = lax.scan(step, state, (in_sequence(kept), in_sequence(added)), unroll=4)
+    before = before.swapaxes(0, 1).reshape(batch * chunks, *state.shape[1:])
+    out, delta, _ = _apply_chunk(terms, before)
+    return from_chunks(out), from_chunks(delta), from_chunks(terms.log_decay), _join_heads(state)
 
 
 def keep_rows(state: Array, writes: Writes, path: Array) -> Array:

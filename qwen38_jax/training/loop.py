@@ -1,4 +1,4 @@
-"""A training loop for any loss: AdamW with fp32 masters, data-parallel over all devices, exact resume."""
+"""A training loop for any loss: AdamW or Muon with fp32 masters, data-parallel over all devices, exact resume."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import orbax.checkpoint as ocp
 from flax import struct
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -48,15 +49,30 @@ class TrainState:
     step: Array  # int32 scalar: updates done
 
 
-def make_optimizer(config: TrainConfig, decays: Any = None) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm. `decays` says for each leaf whether weight decay applies; None: all."""
+def make_optimizer(config: TrainConfig, decays: Any = None, muon: Any = None) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm, or Muon for some of the parameters.
+
+    Args:
+      decays: for each leaf whether AdamW's weight decay applies; None: to all.
+      muon: for each leaf its `optax.contrib.MuonDimensionNumbers`, or None for a leaf that AdamW keeps (then without
+        weight decay); None: AdamW throughout. Updates are scaled to the size of AdamW's, so that one learning rate
+        serves both (Liu et al., "Muon is scalable for LLM training", 2025).
+    """
     rate = optax.warmup_cosine_decay_schedule(
         0.0, config.peak_rate, config.warmup_steps, config.steps, config.final_rate
     )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays),
-    )
+    if muon is None:
+        optimizer = optax.adamw(rate, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=decays)
+    else:
+        optimizer = optax.contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            muon_weight_dimension_numbers=muon,
+            consistent_rms=0.2,
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
 
 def fit(
@@ -67,6 +83,7 @@ def fit(
     directory: Path,
     *,
     decays: Any = None,
+    muon: Any = None,
     seconds: float = float("inf"),
 ) -> TrainState:
     """Trains until `config.steps` or until about `seconds` have passed, resuming from `directory` if it holds a run.
@@ -75,7 +92,7 @@ def fit(
       loss: `(params, *batch) -> (scalar, named parts)`, differentiated in its first argument.
       init: makes the fp32 parameters of a new run.
       batch_at: the batch of a step, a function of the step alone: a resumed run sees what an unbroken one would.
-      decays: as in `make_optimizer`.
+      decays, muon: as in `make_optimizer`.
       directory: gets `state/` (orbax, the last two saves) and `log.jsonl`, one line every `log_every` steps. A run
         that dies goes on from its last save, at most `save_every` steps back.
 
@@ -83,7 +100,7 @@ def fit(
       The state reached, saved. A run that was stopped and resumed equals one that was not: bit for bit on a CPU; on a
       GPU as nearly as two runs of the same steps do, since scattered sums have no fixed order there.
     """
-    optimizer = make_optimizer(config, decays)
+    optimizer = make_optimizer(config, decays, muon)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 

@@ -4,6 +4,7 @@ A task is a source of material (an `Excerpt`) and a function that asks something
 excerpt stands in the user's message, and whether it is fenced; an answer that quotes a fenced document is fenced too.
 """
 
+import itertools
 import json
 import random
 import re
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qwen38_jax.training import wordings
-from qwen38_jax.training.bpe import END_OF_TEXT
+from qwen38_jax.training.bpe import END_OF_TEXT, LINE_START
 from qwen38_jax.training.excerpts import (
     CHARS_PER_TOKEN,
     SCRAMBLED_CHARS_PER_TOKEN,
@@ -27,11 +28,12 @@ from qwen38_jax.training.excerpts import (
 )
 
 THINKING_SHARE = 0.4
-SCRAMBLED_SHARE = 0.35
+SCRAMBLED_SHARE = 0.5
 SYSTEM_SHARE = 0.12
 SMALL_TALK_FIRST_SHARE = 0.06
 FOLLOW_UP_SHARE = 0.15
 FRAME_TOKENS = 48  # headers, instruction, thought
+EDITED_WEIGHT = 4  # in the loss, of the few lines of a copy that are not in the original: what a change is learned from
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def _quote(rng, library, excerpt, frame):
             wording, quoted = "quote_with_numbers", numbered[first : first + count]
     elif how < 0.65 and first + count <= 16:
         wording = "quote_unnumbered"
-    elif slots["line"] and lines.count(lines[first]) == 1:
+    elif slots["line"] and [line.strip() for line in lines].count(slots["line"]) == 1:
         wording = "quote_from"
     else:
         return None
@@ -150,16 +152,32 @@ def _quote(rng, library, excerpt, frame):
 
 
 def _rename(rng, library, excerpt, frame):
+    return rename_question(rng, library, excerpt, frame, pairs=rng.choice((1, 1, 1, 1, 2, 2, 3)))
+
+
+def rename_question(
+    rng: random.Random, library: Library, excerpt: Excerpt, frame: Frame, pairs: int = 1
+) -> Question | None:
+    """Asks for `pairs` identifiers of the excerpt to be renamed; None if it has too few that suit."""
     words = Counter(re.findall(r"\w+", excerpt.text))
-    candidates = [w for w, n in words.items() if w in excerpt.identifiers and (n > 1 or rng.random() < 0.2)]
-    if not candidates:
+    counts = {w: n for w, n in words.items() if w in excerpt.identifiers and (n > 1 or rng.random() < 0.2)}
+    # Half of the time the name is drawn by how often it occurs: more places to change.
+    weights = list(counts.values()) if rng.random() < 0.5 else [1] * len(counts)
+    olds = list(dict.fromkeys(rng.choices(list(counts), weights, k=2 * pairs)))[:pairs] if counts else []
+    news = [new_name(rng, library) for _ in olds]
+    if len(olds) < pairs or len({*olds, *news}) < 2 * pairs or not words.keys().isdisjoint(news):
         return None
-    old, new = rng.choice(candidates), new_name(rng, library)
-    if new in words:
-        return None
-    text = re.sub(rf"\b{old}\b", new, excerpt.text)
-    thought = _think(rng, "rename", old=old, new=new)
-    return Question(frame.say(rng, "rename", old=old, new=new), thought, frame.answer(text, excerpt.kind), excerpt.text)
+    renamed = dict(zip(olds, news, strict=True))
+    text = re.sub(rf"\b({'|'.join(olds)})\b", lambda match: renamed[match[0]], excerpt.text)
+    if pairs == 1:
+        slots = {"old": olds[0], "new": news[0]}
+        instruction, thought = frame.say(rng, "rename", **slots), _think(rng, "rename", **slots)
+    else:
+        form = rng.choice(("`{}` to `{}`", "{} to {}", "{} -> {}"))
+        listed = [form.format(*pair) for pair in renamed.items()]
+        slots = {"pairs": ", ".join(listed[:-1]) + rng.choice((" and ", ", ")) + listed[-1]}
+        instruction, thought = frame.say(rng, "rename_several", **slots), _think(rng, "rename_several", **slots)
+    return Question(instruction, thought, frame.answer(text, excerpt.kind), excerpt.text)
 
 
 def _edit(rng, library, excerpt, frame):
@@ -270,6 +288,8 @@ def _needle(rng, library, excerpt, frame):
     key = new_name(rng, library)
     if key in excerpt.text:
         return None
+    if rng.random() < 0.15:
+        return Question(frame.say(rng, "needle_value", key=key), thought, rng.choice(wordings.ABSENT), excerpt.text)
     value = rng.choice((str(rng.randrange(10 ** rng.randint(1, 8))), new_name(rng, library)))
     line = rng.choice(("{0} = {1}", "{0}: {1}", "The value of {0} is {1}.")).format(key, value)
     lines.insert(rng.randrange(1, len(lines) + 1), line)
@@ -384,10 +404,14 @@ def make_conversation(
 
 
 def _draw_question(rng, library, task: str, tokens: int) -> tuple[Excerpt, Frame, Question]:
-    """Draws until an excerpt suits: some have no name to change, some would give an answer that starts with a space."""
+    """Draws until an excerpt suits: some have no name to change, some would give an answer that starts with a space.
+
+    Each try is a little longer than the one before, since some tasks need more lines than the shortest excerpts have.
+    """
     shape = TASKS[task]
-    for _ in range(50):
-        excerpt = shape.source(rng, library, max(24, int((tokens - FRAME_TOKENS) / (1 + shape.answer_ratio))))
+    shown = (tokens - FRAME_TOKENS) / (1 + shape.answer_ratio)
+    for attempt in range(50):
+        excerpt = shape.source(rng, library, int(max(24, shown) * 1.05**attempt))
         frame = _draw_frame(rng, excerpt)
         question = shape.ask(rng, library, excerpt, frame)
         if question and _is_clean(question.answer):
@@ -422,20 +446,35 @@ def _more_turns(rng, library, excerpt: Excerpt, turns: list[tuple[str, Question]
     return turns
 
 
-def render_pieces(conversation: Conversation) -> list[tuple[str, bool]]:
-    """The chat template's rendering, cut into (text, whether the model writes it); then the end-of-text token.
+def render_pieces(conversation: Conversation) -> list[tuple[str, int]]:
+    """The chat template's rendering, cut into (text, loss weight); then the end-of-text token.
 
-    Each piece may be tokenised on its own: no token crosses a boundary.
+    The weight is 0 for what the model does not write. Each piece may be tokenised on its own: no token crosses a
+    boundary.
     """
-    pieces, prompt = [], ""
+    pieces, prompt, asked = [], "", ""
     for message in conversation.messages:
         role, content = message["role"], message["content"]
         if role != "assistant":
             prompt += f"<|im_start|>{role}\n{content}<|im_end|>\n"
+            asked += content + "\n"
             continue
         reasoning = message.get("reasoning_content", "")
         prompt += "<|im_start|>assistant\n<think>\n" + ("" if reasoning else "\n</think>\n\n")
-        answer = (f"{reasoning}\n</think>\n\n" if reasoning else "") + f"{content}<|im_end|>"
-        pieces += [(prompt, False), (answer, True)]
+        pieces.append((prompt, 0))
+        if reasoning:
+            pieces.append((f"{reasoning}\n</think>\n\n", 1))
+        pieces += _weigh_lines(content, asked)
+        pieces[-1] = (f"{pieces[-1][0]}<|im_end|>", pieces[-1][1])
         prompt = "\n"
-    return [*pieces, (prompt + END_OF_TEXT, False)]
+    return [*pieces, (prompt + END_OF_TEXT, 0)]
+
+
+def _weigh_lines(answer: str, asked: str) -> list[tuple[str, int]]:
+    """Cuts an answer that is mostly a copy around the lines that were not there before, which weigh more."""
+    known = set(asked.split("\n"))
+    lines = [(line, line.rstrip("\n") not in known) for line in LINE_START.split(answer)]
+    if 2 * sum(new for _, new in lines) > len(lines):
+        return [(answer, 1)]
+    runs = itertools.groupby(lines, key=lambda pair: pair[1])
+    return [("".join(line for line, _ in run), EDITED_WEIGHT if new else 1) for new, run in runs]

@@ -59,6 +59,15 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
         "Please change every `{old}` to `{new}` in {text}, and show the complete result.",
         "Apply this refactoring to {text}: {old} -> {new}. Print the full result, nothing else.",
         "{old} should be called {new}. Rewrite {text} accordingly, in full.",
+        "Rename {old} to {new} in {text}.",
+        "Return {text} with `{old}` renamed to `{new}`.",
+        "Write {text} again, with {new} instead of {old}.",
+    ),
+    "rename_several": (
+        "In {text}, rename {pairs} and return the whole result.",
+        "Rename {pairs} everywhere in {text}. Return all of it.",
+        "Apply these renames to {text}: {pairs}. Print the full result, nothing else.",
+        "Please change {pairs} in {text}, and show the complete result.",
     ),
     "edit_replace": (
         "In {text}, replace the line `{line}` by `{new}` and return the whole.",
@@ -158,6 +167,7 @@ THOUGHTS: dict[str, tuple[str, ...]] = {
     "reproduce": ("I copy it from beginning to end.", "An exact copy is wanted, so I repeat every line as it is."),
     "copy_string": ("I copy it token by token.", "An exact copy is wanted."),
     "quote": ("I find the lines and copy them.", "These lines are to be quoted as they are."),
+    "rename_several": ("I copy everything but these names.", "Only these names change: {pairs}."),
     "rename": ("I copy everything and write {new} wherever {old} stands.", "Only {old} changes, to {new}."),
     "edit": ("I copy everything and make this one change.", "One edit is wanted; all else stays as it is."),
     "continue": ("I go on in the same style.", "I write what could come next."),
@@ -169,6 +179,9 @@ THOUGHTS: dict[str, tuple[str, ...]] = {
     "write_function": ("I write the function with its docstring.", "A small Python function is wanted."),
     "chat": ("A short answer will do.", "This is small talk."),
 }
+
+# Answers to a question about something that the text does not mention.
+ABSENT = ("The text does not say.", "It is not mentioned there.")
 
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",

@@ -1,32 +1,33 @@
-"""Packed rows: what is in them, that they are reproducible, and that damaged files are refused."""
-
-import json
-import shutil
+"""Packed rows: what is in them, and that a block depends on nothing but its number."""
 
 import numpy as np
 import pytest
 
-from qwen38_jax.training.bpe import save_tokenizer
 from qwen38_jax.training.dataset import (
     BLOCK_TOKENS,
     MIXTURE,
-    DatasetError,
+    Block,
+    BlockReader,
+    LineEncoder,
     Source,
     _plain_text,
-    build,
-    load,
+    draw_block,
+    load_tokenizer,
+    make_source,
 )
-from qwen38_jax.training.tasks import TASKS
+from qwen38_jax.training.tasks import EDITED_WEIGHT, TASKS
 
 LENGTH = 1024
-TOKENS = BLOCK_TOKENS + 40 * LENGTH  # two blocks, the second a short one
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory, corpus, tokenizer_dir):
-    out = tmp_path_factory.mktemp("data")
-    build(out, tokenizer_dir, tokens=TOKENS, sequence_length=LENGTH, seed=3, workers=1, corpus=corpus)
-    return out
+def source(corpus, tokenizer) -> Source:
+    return make_source(corpus.train, tokenizer, "3/train")
+
+
+@pytest.fixture(scope="module")
+def block(source) -> Block:
+    return draw_block(source, LineEncoder(source.tokenizer), LENGTH, index=0)
 
 
 def test_mixture_covers_all_tasks():
@@ -34,30 +35,24 @@ def test_mixture_covers_all_tasks():
     assert sum(MIXTURE.values()) == pytest.approx(1)
 
 
-def test_manifest_describes_the_files(directory):
-    for split, rows in (("train", TOKENS // LENGTH), ("held_out", TOKENS // 16 // LENGTH)):
-        tokens, weights, manifest = load(directory, split)
-        assert tokens.shape == weights.shape == (rows, LENGTH)
-        assert tokens.max() < 8192 and set(np.unique(weights)) == {0, 1}
-        counts = manifest["splits"][split]["tokens"]
-        assert counts.pop("weighted") == weights.sum(dtype=np.int64)
-        assert sum(counts.values()) == tokens.size
-    assert sorted(p.name for p in directory.iterdir()) == sorted(
-        ["manifest.json", *(f"{s}.{what}.bin" for s in ("train", "held_out") for what in ("tokens", "weights"))]
-    )
+def test_a_block_is_whole_rows(block):
+    assert block.tokens.shape == block.weights.shape == (BLOCK_TOKENS // LENGTH, LENGTH)
+    assert block.tokens.max() < 8192 and set(np.unique(block.weights)) == {0, 1, EDITED_WEIGHT}
+    counts = dict(block.counts)
+    assert counts.pop("dropped", 0) < 30  # longer than a row after all
+    assert sum(counts.values()) == block.tokens.size
 
 
-def test_shares_follow_the_mixture(directory):
-    _, _, manifest = load(directory)
-    counts = manifest["splits"]["train"]["tokens"]
+def test_shares_follow_the_mixture(source, block):
+    second = draw_block(source, LineEncoder(source.tokenizer), LENGTH, index=1)
     for name, share in MIXTURE.items():
-        assert counts[name] / TOKENS == pytest.approx(share, rel=0.4), name
+        got = (block.counts[name] + second.counts[name]) / (2 * BLOCK_TOKENS)
+        assert got == pytest.approx(share, rel=0.4), name
 
 
-def test_rows_hold_whole_conversations(directory, tokenizer):
-    tokens, weights, _ = load(directory)
+def test_rows_hold_whole_conversations(block, tokenizer):
     start, end, stop = map(tokenizer.token_to_id, ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
-    for row, weight in zip(tokens[:60], weights[:60], strict=True):
+    for row, weight in zip(block.tokens[:60], block.weights[:60], strict=True):
         for part in np.split(np.arange(LENGTH), np.flatnonzero(row == stop) + 1):
             starts = part[row[part] == start]
             if not len(starts):
@@ -65,29 +60,35 @@ def test_rows_hold_whole_conversations(directory, tokenizer):
                 continue
             ids, w = row[part[part >= starts[0]]], weight[part[part >= starts[0]]]
             assert ids[-1] == stop and w[-1] == 0
-            answers = tokenizer.decode(ids[w == 1], skip_special_tokens=False)
+            answers = tokenizer.decode(ids[w > 0], skip_special_tokens=False)
             prompts = tokenizer.decode(ids[w == 0], skip_special_tokens=False)
             assert answers.count("<|im_end|>") == prompts.count("<|im_start|>assistant\n<think>\n") >= 1
             assert answers.endswith("<|im_end|>") and prompts.endswith("\n<|endoftext|>")
             assert "<|im_start|>" not in answers
 
 
-def test_files_do_not_depend_on_workers(directory, tmp_path, corpus, tokenizer_dir):
-    build(tmp_path, tokenizer_dir, tokens=TOKENS, sequence_length=LENGTH, seed=3, workers=2, corpus=corpus)
-    for path in directory.iterdir():
-        assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
+def test_blocks_drawn_ahead_are_those_drawn_here(source, block):
+    with BlockReader(source, workers=2) as blocks:
+        drawn = [blocks(LENGTH, i) for i in (0, 1, 4)]
+        again = blocks(LENGTH, 0)  # back, as a run that is resumed
+        other = blocks(LENGTH // 2, 0)
+    for one, other_one in zip(block, again, strict=True):
+        assert np.array_equal(one, other_one) if isinstance(one, np.ndarray) else one == other_one
+    assert np.array_equal(block.tokens, drawn[0].tokens)
+    rows = [row.tobytes() for part in drawn for row in part.tokens]
+    assert len(set(rows)) == len(rows)
+    assert other.tokens.shape == (2 * BLOCK_TOKENS // LENGTH, LENGTH // 2)
 
 
-def test_another_seed_gives_other_rows_and_no_row_twice(directory, tmp_path, corpus, tokenizer_dir):
-    build(tmp_path, tokenizer_dir, tokens=20 * LENGTH, sequence_length=LENGTH, seed=4, workers=1, corpus=corpus)
-    rows = {row.tobytes() for row in load(directory)[0]}
-    assert len(rows) == TOKENS // LENGTH
-    assert rows.isdisjoint(row.tobytes() for row in load(tmp_path)[0])
+def test_another_seed_gives_other_rows(source, block):
+    other = Source(source.library, source.tokenizer, source.plain, "4/train")
+    rows = {row.tobytes() for row in draw_block(other, LineEncoder(source.tokenizer), LENGTH, 0).tokens}
+    assert rows.isdisjoint(row.tobytes() for row in block.tokens)
 
 
 def test_plain_text_continues_through_epochs():
     documents = tuple(np.full(n, n, np.uint16) for n in (3, 5, 7))
-    source = Source(None, None, {"prose": documents}, "s", 16)
+    source = Source(None, None, {"prose": documents}, "s")
     whole = _plain_text(source, "prose", 0, 45)
     for epoch in whole.reshape(3, 15):
         assert sorted(epoch) == sorted(np.concatenate(documents))
@@ -95,35 +96,11 @@ def test_plain_text_continues_through_epochs():
     assert len(_plain_text(source, "prose", 4, 0)) == 0
 
 
-def test_damaged_files_are_refused(directory, tmp_path, tokenizer, tokenizer_dir):
-    with pytest.raises(DatasetError, match="manifest.json is missing"):
-        load(tmp_path)
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    load(tmp_path, tokenizer_dir=tokenizer_dir)
-    with pytest.raises(DatasetError, match="split 'test'"):
-        load(tmp_path, "test")
-    other = tmp_path / "other"
-    save_tokenizer(tokenizer, other, 8192)
-    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
-    with pytest.raises(DatasetError, match="was not made with the tokenizer"):
-        load(tmp_path, tokenizer_dir=other)
-
-    path = tmp_path / "train.weights.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DatasetError, match=rf"train\.weights\.bin has {TOKENS - 1} bytes, the manifest says {TOKENS}"):
-        load(tmp_path)
-    path.unlink()
-    with pytest.raises(DatasetError, match=r"train\.weights\.bin is missing"):
-        load(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format": 0}))
-    with pytest.raises(DatasetError, match="format 0"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(("tokens", "length"), [(100, 1024), (10_000, 100)])
-def test_impossible_sizes_are_refused(tmp_path, tokenizer_dir, corpus, tokens, length):
-    with pytest.raises(ValueError, match="need at least|do not fill"):
-        build(tmp_path, tokenizer_dir, tokens=tokens, sequence_length=length, seed=0, workers=1, corpus=corpus)
+@pytest.mark.parametrize("length", [100, BLOCK_TOKENS + 1])
+def test_impossible_sizes_are_refused(source, tmp_path, length):
+    with pytest.raises(ValueError, match="need 128 to"):
+        draw_block(source, LineEncoder(source.tokenizer), length, 0)
+    with pytest.raises(ValueError, match="workers is 0"):
+        BlockReader(source, 0)
     with pytest.raises(ValueError, match="train the tokenizer first"):
-        build(tmp_path, tmp_path, tokens=10_000, sequence_length=1024, seed=0, workers=1, corpus=corpus)
+        load_tokenizer(tmp_path)

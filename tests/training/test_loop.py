@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from optax.contrib import MuonDimensionNumbers
 
 from qwen38_jax.training.loop import TrainConfig, fit, make_optimizer, read_log
 
@@ -27,10 +28,14 @@ def loss(params, x, y):
     return error, {"loss": error}
 
 
-def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path):
-    whole = fit(loss, init, batch_at, CONFIG, tmp_path / "whole")
+MUON = {"w": MuonDimensionNumbers(0, 1), "b": None}
+
+
+@pytest.mark.parametrize("muon", [None, MUON], ids=["adamw", "muon"])
+def test_a_run_that_was_stopped_equals_one_that_was_not(tmp_path, muon):
+    whole = fit(loss, init, batch_at, CONFIG, tmp_path / "whole", muon=muon)
     for _ in range(6):  # every stretch ends after one log line
-        parts = fit(loss, init, batch_at, CONFIG, tmp_path / "parts", seconds=0)
+        parts = fit(loss, init, batch_at, CONFIG, tmp_path / "parts", muon=muon, seconds=0)
     assert int(whole.step) == int(parts.step) == 30
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
     logs = [[(r["step"], r["loss"]) for r in read_log(tmp_path / name / "log.jsonl")] for name in ("whole", "parts")]
@@ -92,3 +97,17 @@ def test_decay_where_it_is_asked_for():
 def test_impossible_schedule_is_refused():
     with pytest.raises(ValueError, match="warmup_steps"):
         TrainConfig(steps=3, peak_rate=1, final_rate=0, warmup_steps=3)
+
+
+def test_muon_moves_a_matrix_in_all_directions_alike():
+    optimizer = make_optimizer(dataclasses.replace(CONFIG, weight_decay=0.0), muon=MUON)
+    params = init()
+    gradient = {"w": jnp.diag(jnp.geomspace(1e-3, 1.0, 16)), "b": jnp.ones(16)}
+    state = optimizer.init(params)
+    for _ in range(2):  # the first step's rate is 0
+        update, state = optimizer.update(gradient, state, params)
+    sizes = jnp.linalg.svd(update["w"], compute_uv=False)
+    assert sizes.max() < 4 * sizes.min()  # those of the gradient differ by a thousand
+    rms = float(jnp.sqrt(jnp.mean(update["w"] ** 2)))
+    assert rms == pytest.approx(0.2 * CONFIG.peak_rate / CONFIG.warmup_steps, rel=0.2)
+    assert jnp.allclose(update["b"], -CONFIG.peak_rate / CONFIG.warmup_steps, rtol=0.2)

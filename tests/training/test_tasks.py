@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qwen38_jax.training import tasks as tasks_module
+from qwen38_jax.training import wordings
 from qwen38_jax.training.bpe import chat_template
 from qwen38_jax.training.dataset import LineEncoder, held_out_tasks
 from qwen38_jax.training.excerpts import (
@@ -20,7 +21,15 @@ from qwen38_jax.training.excerpts import (
     random_token_text,
     scramble,
 )
-from qwen38_jax.training.tasks import TASKS, Frame, available_tasks, make_conversation, render_pieces
+from qwen38_jax.training.tasks import (
+    EDITED_WEIGHT,
+    TASKS,
+    Conversation,
+    Frame,
+    available_tasks,
+    make_conversation,
+    render_pieces,
+)
 
 PLAIN = Frame(below=True, fenced=False, tagged=False, phrase="this text")
 
@@ -59,8 +68,31 @@ def test_pieces_are_what_the_template_renders(library, template, task):
         pieces = render_pieces(talk)
         assert "".join(s for s, _ in pieces) == template.render(messages=talk.messages) + "<|endoftext|>"
         prompt = template.render(messages=talk.messages[:-1], add_generation_prompt=True, enable_thinking=talk.thinking)
-        assert "".join(s for s, _ in pieces[:-2]) == prompt
-        assert [written for _, written in pieces] == [False, True] * (len(pieces) // 2) + [False]
+        weights = [weight for _, weight in pieces]
+        asked = max(i for i, weight in enumerate(weights[:-1]) if weight == 0)
+        assert "".join(s for s, _ in pieces[: asked + 1]) == prompt
+        assert weights[0] == weights[-1] == 0 and set(weights) <= {0, 1, EDITED_WEIGHT}
+
+
+def test_changed_lines_of_a_copy_weigh_more():
+    talk = Conversation(
+        "rename",
+        (
+            {"role": "user", "content": "Rename a to b.\n\nx = 1\n\na = x\ny = 2"},
+            {"role": "assistant", "content": "x = 1\n\nb = x\ny = 2", "reasoning_content": "Only a changes."},
+        ),
+        thinking=True,
+    )
+    assert render_pieces(talk)[1:-1] == [
+        ("Only a changes.\n</think>\n\n", 1),
+        ("x = 1\n\n", 1),
+        ("b = x\n", EDITED_WEIGHT),
+        ("y = 2<|im_end|>", 1),
+    ]
+    elsewhere = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!\nHow are you?"})
+    assert render_pieces(Conversation("small_talk", elsewhere, thinking=False))[1:-1] == [
+        ("Hi!\nHow are you?<|im_end|>", 1)
+    ]
 
 
 def test_pieces_tokenise_like_the_whole(library, tokenizer):
@@ -146,14 +178,17 @@ def test_conversations_have_varied_turns(library):
 
 
 def test_rename_changes_every_whole_word_and_nothing_else(library):
+    sizes = set()
     for excerpt, question in _questions(library, "rename"):
         names = [w for w in re.findall(r"\w+", question.instruction) if w in excerpt.identifiers]
         words = re.findall(r"\w+", excerpt.text), re.findall(r"\w+", question.answer)
         changed = {(a, b) for a, b in zip(*words, strict=True) if a != b}
-        assert len(changed) == 1
-        ((old, new),) = changed
-        assert old in names and old not in words[1] and new not in words[0]
+        olds, news = ({pair[i] for pair in changed} for i in (0, 1))
+        assert len(olds) == len(news) == len(changed)
+        assert olds <= set(names) and olds.isdisjoint(words[1]) and news.isdisjoint(words[0])
+        sizes.add(len(changed))
         assert re.split(r"\w+", question.answer) == re.split(r"\w+", excerpt.text)
+    assert sizes == {1, 2, 3}
 
 
 def _common_prefix(a, b):
@@ -225,7 +260,7 @@ def test_copies_continuations_and_needles(library):
         assert excerpt.text.startswith(shown) and excerpt.text.endswith(answer)
         assert not excerpt.text[len(shown) : -len(answer)].strip()
     for _, question in _questions(library, "needle"):
-        assert question.answer in question.document
+        assert (question.answer in question.document) != (question.answer in wordings.ABSENT)
     for _, question in _questions(library, "copy_string"):
         assert question.answer.partition("\n")[0] in question.document
 
