@@ -1,8 +1,8 @@
 """Parameters: one dataclass per layer kind, and `abstract`, the only place where their shapes are written.
 
-Matrices keep the checkpoint's orientation `[out, in]`; each is an array or, in a quantised model, a `QuantTensor`. The
-layers of one kind are stacked along a leading axis, so that the forward pass is a loop over groups whatever their
-number.
+Matrices keep the checkpoint's orientation `[out, in]`; each is an array or, in a quantised model, a `QuantTensor`.
+Matrices with the same input are one, their rows one after the other: one product in place of several. The layers of one
+kind are stacked along a leading axis, so that the forward pass is a loop over groups whatever their number.
 """
 
 import dataclasses
@@ -23,11 +23,9 @@ Array = jax.Array
 
 @struct.dataclass
 class Attention:
-    """Gated full attention. Rows of `q` are per head: `head_dim` of query, then `head_dim` of gate."""
+    """Gated full attention. Rows of `qkv`: of each head `head_dim` of query, then of gate; all keys; all values."""
 
-    q: Weight  # [2 * heads * head_dim, hidden]
-    k: Weight  # [kv_heads * head_dim, hidden]
-    v: Weight  # [kv_heads * head_dim, hidden]
+    qkv: Weight  # [(2 * heads + 2 * kv_heads) * head_dim, hidden]
     o: Weight  # [hidden, heads * head_dim]
     q_norm: Array  # [head_dim], zero-centred
     k_norm: Array  # [head_dim], zero-centred
@@ -35,12 +33,13 @@ class Attention:
 
 @struct.dataclass
 class GatedDeltaNet:
-    """Gated DeltaNet. Rows of `qkv` are all queries, all keys, all values, each head-major."""
+    """Gated DeltaNet. Rows of `qkvz` are all queries, keys, values, and gates of the output norm, each head-major.
 
-    qkv: Weight  # [channels, hidden]
-    z: Weight  # [value_heads * value_dim, hidden], gate of the output norm
-    b: Weight  # [value_heads, hidden], write strength
-    a: Weight  # [value_heads, hidden], decay
+    `ba` reads the same input and stays apart: it has so few rows that quantisers leave it in floats.
+    """
+
+    qkvz: Weight  # [channels + value_heads * value_dim, hidden]
+    ba: Weight  # [2 * value_heads, hidden], write strengths, then decays
     conv: Array  # [channels, width]; the last column multiplies the current token
     A_log: Array  # [value_heads] fp32
     dt_bias: Array  # [value_heads] fp32
@@ -50,8 +49,7 @@ class GatedDeltaNet:
 
 @struct.dataclass
 class Mlp:
-    gate: Weight  # [intermediate, hidden]
-    up: Weight  # [intermediate, hidden]
+    gate_up: Weight  # [2 * intermediate, hidden]
     down: Weight  # [hidden, intermediate]
 
 
@@ -97,12 +95,18 @@ Initializer = Callable[[Array, tuple[int, ...], Any], Array]
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """What one parameter is before it exists. `axes` names each dimension for sharding rules and for reading."""
+    """What one parameter is before it exists.
+
+    Attributes:
+      axes: a name for each dimension, for sharding rules and for reading.
+      fused: how many rows each of the matrices has that are one here; empty for a single one.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str, ...]
     init: Initializer
+    fused: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -132,20 +136,22 @@ def _weight(cfg: ModelConfig) -> Callable[..., ArrayInfo]:
     return weight
 
 
+def _fused(cfg: ModelConfig, axis: str, rows: tuple[int, ...]) -> ArrayInfo:
+    """Matrices of `rows` rows each, all of which read the hidden row."""
+    return dataclasses.replace(_weight(cfg)((axis, sum(rows)), ("hidden", cfg.hidden_size)), fused=rows)
+
+
 def _norm(cfg: ModelConfig, init: Initializer = jax.nn.initializers.zeros) -> Callable[[int], ArrayInfo]:
     return lambda n: ArrayInfo((n,), cfg.dtype, ("norm",), init)
 
 
 def _attention(cfg: ModelConfig) -> Attention:
     weight, norm = _weight(cfg), _norm(cfg)
-    hidden = ("hidden", cfg.hidden_size)
     queries = cfg.num_attention_heads * cfg.head_dim
     keys = cfg.num_key_value_heads * cfg.head_dim
     return Attention(
-        q=weight(("heads", 2 * queries), hidden),
-        k=weight(("kv_heads", keys), hidden),
-        v=weight(("kv_heads", keys), hidden),
-        o=weight(hidden, ("heads", queries)),
+        qkv=_fused(cfg, "qkv", (2 * queries, keys, keys)),
+        o=weight(("hidden", cfg.hidden_size), ("heads", queries)),
         q_norm=norm(cfg.head_dim),
         k_norm=norm(cfg.head_dim),
     )
@@ -153,33 +159,31 @@ def _attention(cfg: ModelConfig) -> Attention:
 
 def _gated_delta_net(cfg: ModelConfig) -> GatedDeltaNet:
     weight = _weight(cfg)
-    hidden = ("hidden", cfg.hidden_size)
-    heads = ("heads", cfg.linear_num_value_heads)
-    values = ("heads", cfg.linear_num_value_heads * cfg.linear_value_head_dim)
-    channels = ("channels", cfg.conv_channels)
-    conv = weight(channels, ("width", cfg.linear_conv_kernel_dim))
+    heads = cfg.linear_num_value_heads
+    values = heads * cfg.linear_value_head_dim
+    conv = weight(("channels", cfg.conv_channels), ("width", cfg.linear_conv_kernel_dim))
     return GatedDeltaNet(
-        qkv=weight(channels, hidden),
-        z=weight(values, hidden),
-        b=weight(heads, hidden),
-        a=weight(heads, hidden),
+        qkvz=_fused(cfg, "qkvz", (cfg.conv_channels, values)),
+        ba=_fused(cfg, "ba", (heads, heads)),
         conv=dataclasses.replace(conv, init=_conv_init),
         # fp32 whatever the model's dtype: they sit inside exp and softplus, and there are few of them.
-        A_log=ArrayInfo((heads[1],), "float32", ("heads",), _log_decay_init),
-        dt_bias=ArrayInfo((heads[1],), "float32", ("heads",), jax.nn.initializers.ones),
+        A_log=ArrayInfo((heads,), "float32", ("heads",), _log_decay_init),
+        dt_bias=ArrayInfo((heads,), "float32", ("heads",), jax.nn.initializers.ones),
         norm=_norm(cfg, jax.nn.initializers.ones)(cfg.linear_value_head_dim),
-        out=weight(hidden, values),
+        out=weight(("hidden", cfg.hidden_size), ("heads", values)),
     )
 
 
 def _decoder_layer(cfg: ModelConfig, mixer: Attention | GatedDeltaNet) -> DecoderLayer:
     weight, norm = _weight(cfg), _norm(cfg)
-    hidden, inner = ("hidden", cfg.hidden_size), ("mlp", cfg.intermediate_size)
+    inner = cfg.intermediate_size
     return DecoderLayer(
         input_norm=norm(cfg.hidden_size),
         mixer=mixer,
         post_norm=norm(cfg.hidden_size),
-        mlp=Mlp(gate=weight(inner, hidden), up=weight(inner, hidden), down=weight(hidden, inner)),
+        mlp=Mlp(
+            gate_up=_fused(cfg, "gate_up", (inner, inner)), down=weight(("hidden", cfg.hidden_size), ("mlp", inner))
+        ),
     )
 
 

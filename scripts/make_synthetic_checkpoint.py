@@ -89,7 +89,7 @@ SMALL = dataclasses.replace(
 
 GROUP = 128  # weights that share a scale
 # Leaves of a layer that quantised checkpoints store in 4 or 8 bits; in_proj_a and in_proj_b are too small to be.
-_QUANTISED = {"gate", "up", "down", "q", "k", "v", "o", "qkv", "z", "out"}
+_QUANTISED = {"gate_up", "down", "qkv", "o", "qkvz", "out"}
 _RMS_CODE = {bits: math.sqrt(np.mean(np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)) ** 2)) for bits in (4, 8)}
 _RMS_FP8 = 64.0  # of FP8 values before scaling; their largest is 448
 _GPTQ_SYMMETRIC = 0x77777777  # eight zero points of 8, stored less 1
@@ -154,8 +154,9 @@ def plan(recipe: Recipe, seed: int = 0) -> dict[str, list[NewTensor]]:
     tensors: list[NewTensor] = []
     for place in places:
         make = _maker(recipe, place)
-        for canonical in place.names:
-            tensors += make(names.spell(canonical, recipe.prefix), place.shape, draw)
+        for part in place.slices:
+            for canonical in part.names:
+                tensors += make(names.spell(canonical, recipe.prefix), part.shape, draw)
     for name, shape in _vision_shapes(recipe, cfg.hidden_size).items():
         tensors += _dense(name, shape, draw, cfg.dtype)
     tensors.sort(key=lambda tensor: (_position(tensor.name), natural_order(tensor.name)))

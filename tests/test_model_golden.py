@@ -155,21 +155,22 @@ def test_parts_of_the_first_linear_layer(model):
     n = x.shape[1]
     block = chain_block(jnp.zeros((1, n), jnp.int32), jnp.zeros(1, jnp.int32))
     h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
-    columns = h @ layer.mixer.qkv.T
+    columns, z = jnp.split(h @ layer.mixer.qkvz.T, [cfg.conv_channels], axis=-1)
+    b, a = jnp.split(h @ layer.mixer.ba.T, 2, axis=-1)
     window = jnp.zeros((1, 3, cfg.conv_channels))
     mixed, _ = gdn.short_conv(layer.mixer.conv, columns, window, block)
     inputs = gdn.make_inputs(layer.mixer, cfg, h, mixed, block.valid)
     shape = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
     core, *_ = gdn.delta_rule(inputs, jnp.zeros((1, *shape)), block)
-    z = (h @ layer.mixer.z.T).reshape(1, n, shape[0], shape[2])
+    z = z.reshape(1, n, shape[0], shape[2])
     normed = gated_rms_norm(core, z, layer.mixer.norm, cfg.rms_norm_eps)
     rope = rope_table(block.positions, cfg)
     ours = {
         "gdn0.in_proj_qkv.out": columns,
         "gdn0.conv_silu.out": mixed,
         "gdn0.in_proj_z.out": z.reshape(1, n, -1),
-        "gdn0.in_proj_a.out": h @ layer.mixer.a.T,
-        "gdn0.in_proj_b.out": h @ layer.mixer.b.T,
+        "gdn0.in_proj_a.out": a,
+        "gdn0.in_proj_b.out": b,
         "gdn0.q": inputs.q * cfg.linear_key_head_dim**0.5,
         "gdn0.k": inputs.k,
         "gdn0.v": inputs.v,

@@ -11,7 +11,7 @@ from qwen38_jax.checkpoint import names
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, read_draft_ids
 from qwen38_jax.checkpoint.files import CheckpointError, Inventory, TensorInfo
 from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
-from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.checkpoint.names import Place, Slice
 from qwen38_jax.config import ModelConfig
 
 
@@ -66,7 +66,7 @@ def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str,
     draft_place, draft_ids, draft_problems = _draft_head(inventory, sources, cfg)
     if draft_place is not None:
         places.append(draft_place)
-    expected = {name: place for place in places for name in place.names}
+    expected = {name: part for place in places for part in place.slices for name in part.names}
     parts, unexpected = _group(sources, expected, cfg.tie_word_embeddings)
     missing = [name for name in expected if name not in parts]
     problems += [_missing(inventory, name, prefix) for name in missing]
@@ -74,13 +74,13 @@ def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str,
     problems += draft_problems
     stored, declared = {}, Declared.from_hf(hf_config)
     for name in (name for name in expected if name in parts):
-        result = classify(name, parts[name], expected[name], declared)
+        result = classify(name, parts[name], expected[name].shape, declared)
         if isinstance(result, Stored):
             stored[name] = result
         else:
             problems += result
-    for place in places:
-        problems += _mixture(place, stored)
+    for part in (part for place in places for part in place.slices):
+        problems += _mixture(part, stored)
     return Account(
         cfg=cfg,
         prefix=prefix,
@@ -116,7 +116,7 @@ def _assign(inventory: Inventory) -> tuple[dict[str, TensorInfo], str, list[str]
 
 
 def _group(
-    sources: Mapping[str, TensorInfo], expected: Mapping[str, Place], tied: bool
+    sources: Mapping[str, TensorInfo], expected: Mapping[str, Slice], tied: bool
 ) -> tuple[dict[str, dict[str, TensorInfo]], list[str]]:
     """The tensors of each expected weight, by the last part of their names; and the names that are of none."""
     parts: dict[str, dict[str, TensorInfo]] = {}
@@ -157,9 +157,9 @@ def _draft_head(
     return place, ids.astype(np.int32), []
 
 
-def _mixture(place: Place, stored: Mapping[str, Stored]) -> list[str]:
+def _mixture(part: Slice, stored: Mapping[str, Stored]) -> list[str]:
     """Stacked layers are one array, so that they must be integers of one width and group, or floats."""
-    layers = [stored[name] for name in place.names if name in stored]
+    layers = [stored[name] for name in part.names if name in stored]
     for layer in layers:
         if (layer.bits, layer.group) != (layers[0].bits, layers[0].group):
             return [

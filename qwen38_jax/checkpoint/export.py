@@ -23,7 +23,7 @@ from qwen38_jax.checkpoint.write import (
 )
 from qwen38_jax.config import ModelConfig, token_ids
 from qwen38_jax.params import Params
-from qwen38_jax.quantization import QuantTensor
+from qwen38_jax.quantization import is_quantised
 
 
 def export_checkpoint(
@@ -98,10 +98,10 @@ def _agreeing_config(hf_config: Mapping[str, Any], cfg: ModelConfig) -> dict[str
 
 
 def _check_params(places: list[Place], params: Params) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised)
     given = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     for path, leaf in given.items():
-        if isinstance(leaf, QuantTensor):
+        if is_quantised(leaf):
             raise ValueError(f"params.{path} is quantised: export writes dense weights, so dequantize it first")
     if given.keys() != {place.path for place in places}:
         differing = sorted(given.keys() ^ {place.path for place in places})
@@ -115,11 +115,15 @@ def _check_params(places: list[Place], params: Params) -> None:
 
 
 def _tensors(place: Place, leaf: jax.Array, model_dtype: str, prefix: str) -> Iterable[NewTensor]:
-    """The tensors of one leaf, one for each layer of a stacked one."""
+    """The tensors of one leaf: those of each slice, one for each layer of a stacked leaf."""
     dtype = _file_dtype(leaf, model_dtype)
-    for layer, name in enumerate(place.names):
-        rows = functools.partial(_rows, leaf, layer if place.stacked else None, dtype)
-        yield NewTensor(names.spell(name, prefix), dtype, place.shape, rows)
+    begin = 0
+    for part in place.slices:
+        end = begin + part.shape[0]
+        for layer, name in enumerate(part.names):
+            rows = functools.partial(_rows, leaf, layer if place.stacked else None, begin, end, dtype)
+            yield NewTensor(names.spell(name, prefix), dtype, part.shape, rows)
+        begin = end
 
 
 def _file_dtype(leaf: jax.Array, model_dtype: str) -> str:
@@ -133,7 +137,7 @@ def _file_dtype(leaf: jax.Array, model_dtype: str) -> str:
     return model_dtype if exact else own
 
 
-def _rows(leaf: jax.Array, layer: int | None, dtype: str) -> Iterable[np.ndarray]:
+def _rows(leaf: jax.Array, layer: int | None, begin: int, end: int, dtype: str) -> Iterable[np.ndarray]:
     if layer is not None:
         leaf = jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-    yield np.asarray(leaf).astype(dtype, copy=False)
+    yield np.asarray(jax.lax.dynamic_slice_in_dim(leaf, begin, end - begin)).astype(dtype, copy=False)

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from qwen38_jax.checkpoint.files import TensorInfo
-from qwen38_jax.checkpoint.names import Place
 
 FLOATS = ("BF16", "F16", "F32")
 FP8_BLOCK = 128
@@ -105,9 +104,11 @@ class Stored:
         return f"int{self.bits} {groups} ({_NAMES[self.kind]})"
 
 
-def classify(weight: str, parts: Mapping[str, TensorInfo], place: Place, declared: Declared) -> Stored | list[str]:
-    """How `weight` is stored, or what is wrong with its tensors."""
-    kind = _kind(parts, place)
+def classify(
+    weight: str, parts: Mapping[str, TensorInfo], shape: tuple[int, ...], declared: Declared
+) -> Stored | list[str]:
+    """How `weight`, which config.json makes `shape`, is stored, or what is wrong with its tensors."""
+    kind = _kind(parts, shape)
     first = next(iter(parts.values()))
     if kind is None:
         foreign = next((name for part, name in _FOREIGN.items() if part in parts), "of an unknown format")
@@ -124,29 +125,29 @@ def classify(weight: str, parts: Mapping[str, TensorInfo], place: Place, declare
         for part, tensor in parts.items()
         if part not in (*required, *optional)
     ]
-    if kind not in ("dense", "fp8") and len(place.shape) != 2:
-        problems.append(f"{first} is quantised, but {weight!r} {list(place.shape)} is no matrix: restore it in bf16")
+    if kind not in ("dense", "fp8") and len(shape) != 2:
+        problems.append(f"{first} is quantised, but {weight!r} {list(shape)} is no matrix: restore it in bf16")
     if problems:
         return problems
     bits, group, problems = 0, 0, []
     if kind == "dense":
-        problems = _check(parts["weight"], place.shape, FLOATS)
+        problems = _check(parts["weight"], shape, FLOATS)
     elif kind == "fp8":
-        blocks = tuple(-(-n // FP8_BLOCK) for n in place.shape)
-        problems = _check(parts["weight"], place.shape, ("F8_E4M3",))
+        blocks = tuple(-(-n // FP8_BLOCK) for n in shape)
+        problems = _check(parts["weight"], shape, ("F8_E4M3",))
         problems += _check(parts["weight_scale_inv"], blocks, FLOATS)
     else:
-        bits, group, problems = _integers(kind, parts, place.shape)
-    return problems or Stored(weight, kind, parts, place.shape, bits, group, declared)
+        bits, group, problems = _integers(kind, parts, shape)
+    return problems or Stored(weight, kind, parts, shape, bits, group, declared)
 
 
-def _kind(parts: Mapping[str, TensorInfo], place: Place) -> str | None:
+def _kind(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> str | None:
     if any(part in parts for part in ("weight_global_scale", "weight_scale_2", "trellis", *_COMPANIONS)):
         return None
     if "weight_packed" in parts:
         return "packed"
     if "qweight" in parts:
-        return "awq" if parts["qweight"].shape[:1] == place.shape[-1:] else "gptq"
+        return "awq" if parts["qweight"].shape[:1] == shape[-1:] else "gptq"
     if "weight" not in parts:
         return None
     if "weight_scale_inv" in parts:

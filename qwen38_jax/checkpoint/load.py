@@ -14,12 +14,12 @@ import numpy as np
 from qwen38_jax.checkpoint import names
 from qwen38_jax.checkpoint.accounting import Account, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_json, read_rows, reject, take_inventory
-from qwen38_jax.checkpoint.formats import Stored
+from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
 from qwen38_jax.checkpoint.names import Place
-from qwen38_jax.checkpoint.unpack import Rows, floats, integers, no_zeros, own_order
+from qwen38_jax.checkpoint.unpack import Rows
 from qwen38_jax.config import ConfigError, ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params, abstract
-from qwen38_jax.quantization import Weight, quant_tensor
+from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, quant_tensor
 
 # Largest piece of a tensor on its way to the device, in fp32. What the host holds beside the arrays is a few of these.
 _CHUNK_BYTES = 32 << 20
@@ -33,7 +33,7 @@ class Checkpoint:
       path: the directory.
       cfg: dtype as asked for, `mtp_num_hidden_layers` as found, stop ids from generation_config.json if it has any.
       params: on the default device; arrays of the shapes and dtypes of `abstract(cfg)`, and `QuantTensor`s in place of
-        matrices that the checkpoint stores in integers.
+        matrices that the checkpoint stores in integers, `RowBlocks` where fused ones are not stored alike.
       draft_head: rows of the output head for the MTP head to draft from, if the checkpoint has some.
       hf_config, generation_config: the parsed files; the second is empty when there is none.
       prefix: the trunk's prefix in the files, one of `names.TRUNK_PREFIXES`.
@@ -146,30 +146,14 @@ def _same(a: TensorInfo, b: TensorInfo) -> bool:
 
 
 def _load_place(place: Place, account: Account) -> Weight:
-    """One leaf of `Params`; a `QuantTensor` where the account has integers, for all layers of a stack or for none."""
-    layers = [account.stored[name] for name in place.names]
-    dtype = place.info.dtype
-    if not layers[0].bits:
-        shape = place.info.shape[1:] if place.stacked else place.info.shape  # without the middle axis of a convolution
-        return _load_array([_reshaped(floats(stored, dtype), shape) for stored in layers], place.stacked)
-    parts = {name: _load_array(rows, place.stacked) for name, rows in _alike(layers, dtype).items()}
-    return quant_tensor(**parts, bits=layers[0].bits, dtype=dtype)
+    """One leaf of `Params`: an array, a `QuantTensor` where the account has integers, or `RowBlocks` of both kinds."""
+    blocks = tuple(_load_block(block, place) for block in leaf_blocks(place, account.stored))
+    return blocks[0] if len(blocks) == 1 else RowBlocks(blocks)
 
 
-def _reshaped(rows: Rows, shape: tuple[int, ...]) -> Rows:
-    return Rows(shape, rows.dtype, lambda start, stop: rows.read(start, stop).reshape(stop - start, *shape[1:]))
-
-
-def _alike(layers: list[Stored], dtype: str) -> dict[str, list[Rows]]:
-    """The parts of a `QuantTensor`, of each layer. What only some layers have is made explicit in the others."""
-    each = [integers(stored, dtype) for stored in layers]
-    parts = {"codes": [parts["codes"] for parts in each], "scales": [parts["scales"] for parts in each]}
-    if len({rows.dtype for rows in parts["scales"]}) > 1:
-        parts["scales"] = [rows.astype("float32") for rows in parts["scales"]]  # holds fp16 and bf16 exactly
-    for name, neutral in (("zeros", no_zeros), ("group_of", own_order)):
-        if any(name in parts for parts in each):
-            parts[name] = [own.get(name) or neutral(stored) for own, stored in zip(each, layers, strict=True)]
-    return parts
+def _load_block(block: Block, place: Place) -> jax.Array | QuantTensor:
+    arrays = {name: _load_array(layers, place.stacked) for name, layers in block.arrays.items()}
+    return quant_tensor(**arrays, bits=block.bits, dtype=place.info.dtype) if block.bits else arrays["weight"]
 
 
 def _load_array(layers: list[Rows], stacked: bool) -> jax.Array:

@@ -28,23 +28,19 @@ EMBED = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 DRAFT_HEAD = "mtp.draft_lm_head.weight"
 
+# Leaf of `Params` -> the tensor that fills it, or those that fill its rows from the first to the last.
 _TOP = {"embed": EMBED, "norm": "norm.weight", "lm_head": HEAD}
 _LAYER = {
     "input_norm": "input_layernorm.weight",
     "post_norm": "post_attention_layernorm.weight",
-    "mlp.gate": "mlp.gate_proj.weight",
-    "mlp.up": "mlp.up_proj.weight",
+    "mlp.gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.down": "mlp.down_proj.weight",
-    "mixer.q": "self_attn.q_proj.weight",
-    "mixer.k": "self_attn.k_proj.weight",
-    "mixer.v": "self_attn.v_proj.weight",
+    "mixer.qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "mixer.o": "self_attn.o_proj.weight",
     "mixer.q_norm": "self_attn.q_norm.weight",
     "mixer.k_norm": "self_attn.k_norm.weight",
-    "mixer.qkv": "linear_attn.in_proj_qkv.weight",
-    "mixer.z": "linear_attn.in_proj_z.weight",
-    "mixer.b": "linear_attn.in_proj_b.weight",
-    "mixer.a": "linear_attn.in_proj_a.weight",
+    "mixer.qkvz": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+    "mixer.ba": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
     "mixer.conv": "linear_attn.conv1d.weight",
     "mixer.A_log": "linear_attn.A_log",
     "mixer.dt_bias": "linear_attn.dt_bias",
@@ -56,8 +52,20 @@ _MTP = {
     "hidden_norm": "mtp.pre_fc_norm_hidden.weight",
     "fc": "mtp.fc.weight",
     "norm": "mtp.norm.weight",
-    **{f"layer.{place}": f"mtp.layers.0.{name}" for place, name in _LAYER.items()},
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Consecutive rows of a leaf and the tensors that fill them.
+
+    Attributes:
+      names: canonical names; one for each layer of a stacked leaf, in stacking order.
+      shape: of one tensor in the file. A depthwise convolution has the middle axis of a `Conv1d`: [C, 1, W].
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +73,26 @@ class Place:
     """One leaf of `Params` and the tensors that fill it.
 
     Attributes:
-      path: fields from the root, e.g. `linear.mixer.qkv`.
+      path: fields from the root, e.g. `linear.mixer.qkvz`.
       info: shape and dtype of the leaf, the layer axis included.
-      names: canonical names; one for each layer of a stacked leaf, in stacking order.
+      slices: its rows from the first to the last; one slice, but for a fused leaf.
       stacked: whether `info.shape` begins with the layer axis.
     """
 
     path: str
     info: ArrayInfo
-    names: tuple[str, ...]
+    slices: tuple[Slice, ...]
     stacked: bool
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return tuple(name for part in self.slices for name in part.names)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one tensor in the file. A depthwise convolution has the middle axis of a `Conv1d`: [C, 1, W]."""
-        shape = self.info.shape[1:] if self.stacked else self.info.shape
-        return (shape[0], 1, shape[1]) if self.path.endswith(".conv") else shape
+        """Shape of the leaf without the layer axis."""
+        return self.info.shape[1:] if self.stacked else self.info.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +108,30 @@ def places(cfg: ModelConfig) -> list[Place]:
     for path, info in jax.tree_util.tree_leaves_with_path(abstract(cfg)):
         dotted = jax.tree_util.keystr(path, simple=True, separator=".")
         part, _, rest = dotted.partition(".")
-        if part in ("linear", "full"):
-            names = tuple(f"layers.{n}.{_LAYER[rest]}" for n in _layer_numbers(cfg, part))
+        stacked = part in ("linear", "full")
+        if stacked:
+            tensors, prefixes = _LAYER[rest], [f"layers.{n}." for n in _layer_numbers(cfg, part)]
+        elif rest.startswith("layer."):
+            tensors, prefixes = _LAYER[rest.removeprefix("layer.")], ["mtp.layers.0."]
         else:
-            names = (_MTP[rest] if part == "mtp" else _TOP[part],)
-        result.append(Place(dotted, info, names, stacked=part in ("linear", "full")))
+            tensors, prefixes = _MTP[rest] if part == "mtp" else _TOP[part], [""]
+        tensors = (tensors,) if isinstance(tensors, str) else tensors
+        _, *columns = shape = info.shape[1:] if stacked else info.shape
+        if dotted.endswith(".conv"):
+            columns = [1, *columns]
+        slices = tuple(
+            Slice(tuple(prefix + tensor for prefix in prefixes), (rows, *columns))
+            for tensor, rows in zip(tensors, info.fused or shape[:1], strict=True)
+        )
+        result.append(Place(dotted, info, slices, stacked))
     return result
 
 
 def draft_place(cfg: ModelConfig, rows: int) -> Place:
     """The rows of the output head that the MTP head may draft from. They are no part of `abstract(cfg)`."""
     head = abstract(dataclasses.replace(cfg, tie_word_embeddings=False)).lm_head
-    return Place("draft_head", dataclasses.replace(head, shape=(rows, head.shape[1])), (DRAFT_HEAD,), stacked=False)
+    shape = (rows, head.shape[1])
+    return Place("draft_head", dataclasses.replace(head, shape=shape), (Slice((DRAFT_HEAD,), shape),), stacked=False)
 
 
 def _layer_numbers(cfg: ModelConfig, part: str) -> list[int]:

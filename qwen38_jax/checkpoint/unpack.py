@@ -1,7 +1,8 @@
 """Reads the parts of a stored weight as rows of arrays, in the order and the conventions of `QuantTensor`."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +25,28 @@ class Rows:
     def astype(self, dtype: str) -> "Rows":
         """The same array in a wider dtype."""
         return Rows(self.shape, dtype, lambda start, stop: self.read(start, stop).astype(dtype))
+
+    def reshape(self, *shape: int) -> "Rows":
+        """The same rows, each of another shape."""
+        return Rows((self.shape[0], *shape), self.dtype, lambda start, stop: self.read(start, stop).reshape(-1, *shape))
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """Arrays of one dtype, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    ends = list(itertools.accumulate(part.shape[0] for part in parts))
+    begins = [0, *ends[:-1]]
+
+    def read(start: int, stop: int) -> np.ndarray:
+        pieces = [
+            part.read(max(start - begin, 0), min(stop, end) - begin)
+            for part, begin, end in zip(parts, begins, ends, strict=True)
+            if start < end and begin < stop
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    return Rows((ends[-1], *parts[0].shape[1:]), parts[0].dtype, read)
 
 
 def floats(stored: Stored, dtype: str) -> Rows:

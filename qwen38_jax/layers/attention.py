@@ -60,9 +60,10 @@ class Context(NamedTuple):
 def project(layer: Attention, cfg: ModelConfig, x: Array, rope: RopeTable) -> Rows:
     """Queries, gates, keys and values of `x [B, L, hidden]`; queries and keys normalised, then rotated."""
     batch, n, _ = x.shape
-    queries_gates = linear(x, layer.q).reshape(batch, n, cfg.num_attention_heads, 2 * cfg.head_dim)
-    q, gate = jnp.split(queries_gates, 2, axis=-1)
-    k, v = (linear(x, w).reshape(batch, n, cfg.num_key_value_heads, cfg.head_dim) for w in (layer.k, layer.v))
+    queries, keys = 2 * cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+    q_gate, k, v = jnp.split(linear(x, layer.qkv), [queries, queries + keys], axis=-1)
+    q, gate = jnp.split(q_gate.reshape(batch, n, cfg.num_attention_heads, 2 * cfg.head_dim), 2, axis=-1)
+    k, v = (t.reshape(batch, n, cfg.num_key_value_heads, cfg.head_dim) for t in (k, v))
     q = apply_rope(rms_norm(q, layer.q_norm, cfg.rms_norm_eps), rope)
     k = apply_rope(rms_norm(k, layer.k_norm, cfg.rms_norm_eps), rope)
     return Rows(q, gate.reshape(batch, n, -1), k, v)

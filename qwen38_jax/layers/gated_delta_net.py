@@ -71,13 +71,13 @@ def gated_delta_net(
       (for a chain; after a tree they mean nothing).
     """
     batch, n, _ = x.shape
-    columns = linear(x, layer.qkv)
+    columns, z = jnp.split(linear(x, layer.qkvz), [cfg.conv_channels], axis=-1)
     with jax.named_scope("short_conv"):
         mixed, next_window = short_conv(layer.conv, columns, window, block)
     inputs = make_inputs(layer, cfg, x, mixed, block.valid)
     with jax.named_scope("delta_rule"):
         out, delta, log_decay, next_state = delta_rule(inputs, state, block)
-    z = linear(x, layer.z).reshape(batch, n, cfg.linear_num_value_heads, cfg.linear_value_head_dim)
+    z = z.reshape(batch, n, cfg.linear_num_value_heads, cfg.linear_value_head_dim)
     y = gated_rms_norm(out.astype(x.dtype), z, layer.norm, cfg.rms_norm_eps)
     y = linear(y.reshape(batch, n, -1), layer.out)
     return y, Writes(inputs.k, delta, log_decay, columns), next_state, next_window
@@ -90,9 +90,9 @@ def make_inputs(layer: GatedDeltaNet, cfg: ModelConfig, x: Array, mixed: Array, 
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
     q, k = (l2_norm(t.reshape(batch, n, -1, cfg.linear_key_head_dim)) for t in (q, k))
     v = v.reshape(batch, n, -1, cfg.linear_value_head_dim).astype(jnp.float32)
-    beta = jax.nn.sigmoid(linear(x, layer.b, jnp.float32))
-    a = linear(x, layer.a, jnp.float32) + layer.dt_bias.astype(jnp.float32)
-    g = -jnp.exp(layer.A_log.astype(jnp.float32)) * jax.nn.softplus(a)
+    b, a = jnp.split(linear(x, layer.ba, jnp.float32), 2, axis=-1)
+    beta = jax.nn.sigmoid(b)
+    g = -jnp.exp(layer.A_log.astype(jnp.float32)) * jax.nn.softplus(a + layer.dt_bias.astype(jnp.float32))
     # Masked after the activations: a padded row still has g < 0 for a = 0.
     inputs = Inputs(q * cfg.linear_key_head_dim**-0.5, k, v, g, beta)
     return Inputs(*(jnp.where(valid.reshape(batch, n, *[1] * (t.ndim - 2)), t, 0.0) for t in inputs))

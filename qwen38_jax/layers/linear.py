@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qwen38_jax.quantization import QuantTensor, Weight, dequantize
+from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, dequantize
 
 Array = jax.Array
 
@@ -17,6 +17,8 @@ def linear(x: Array, w: Weight, out_dtype: jnp.dtype | None = None) -> Array:
 
     A quantised `w` is dequantised to `x.dtype` first.
     """
+    if isinstance(w, RowBlocks):
+        return jnp.concatenate([linear(x, block, out_dtype) for block in w.blocks], axis=-1)
     if isinstance(w, QuantTensor):
         w = dequantize(w, x.dtype)
     # Not asked of half precision: its gradient meets cotangents of fp32 and would leave the tensor cores.

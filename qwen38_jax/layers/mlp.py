@@ -1,6 +1,7 @@
 """The gated feed-forward layer."""
 
 import jax
+import jax.numpy as jnp
 
 from qwen38_jax.layers.linear import linear
 from qwen38_jax.params import Mlp
@@ -8,4 +9,5 @@ from qwen38_jax.params import Mlp
 
 def mlp(layer: Mlp, x: jax.Array) -> jax.Array:
     """`down(silu(gate(x)) * up(x))`, `[B, L, H] -> [B, L, H]`."""
-    return linear(jax.nn.silu(linear(x, layer.gate)) * linear(x, layer.up), layer.down)
+    gate, up = jnp.split(linear(x, layer.gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, layer.down)

@@ -1,4 +1,4 @@
-"""`QuantTensor`, a matrix stored as integers and scales, and its round-to-nearest quantiser.
+"""`QuantTensor`, a matrix stored as integers and scales, and its round-to-nearest quantiser; `RowBlocks`.
 
     W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g],  g = k // group
 
@@ -58,7 +58,40 @@ class QuantTensor:
         return self.replace(dtype=jnp.dtype(dtype).name)
 
 
-Weight = Array | QuantTensor
+@struct.dataclass
+class RowBlocks:
+    """A matrix `[N, K]` whose rows are not all stored alike, e.g. one of several that were fused is more precise.
+
+    Attributes:
+      blocks: matrices of K columns, from the first row to the last, with the same leading axes.
+    """
+
+    blocks: tuple[Array | QuantTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *leading, _, columns = self.blocks[0].shape
+        return (*leading, sum(block.shape[-2] for block in self.blocks), columns)
+
+    @property
+    def dtype(self) -> str:
+        return jnp.dtype(self.blocks[0].dtype).name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def astype(self, dtype) -> "RowBlocks":
+        """The same blocks, of or standing for another dtype."""
+        return self.replace(blocks=tuple(block.astype(dtype) for block in self.blocks))
+
+
+Weight = Array | QuantTensor | RowBlocks
+
+
+def is_quantised(leaf) -> bool:
+    """Whether a leaf of `Params` is no array; for `is_leaf` of `jax.tree` functions, too."""
+    return isinstance(leaf, (QuantTensor, RowBlocks))
 
 
 def quant_tensor(
@@ -101,8 +134,12 @@ def quant_tensor(
     return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, layout)
 
 
-def dequantize(w: QuantTensor, dtype: str | None = None) -> Array:
+def dequantize(w: Weight, dtype: str | None = None) -> Array:
     """The matrix `[..., N, K]`: `(code - zero) * scale` in fp32, then cast to `dtype` (None: `w.dtype`)."""
+    if isinstance(w, RowBlocks):
+        return jnp.concatenate([dequantize(block, dtype) for block in w.blocks], axis=-2)
+    if not isinstance(w, QuantTensor):
+        return w.astype(dtype or w.dtype)
     codes = unpack(w.codes, w.bits)
     if w.group_of is None:
         zeros, scales = (None if t is None else jnp.repeat(t, w.group, axis=-1) for t in (w.zeros, w.scales))

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from qwen38_jax.checkpoint import CheckpointError, load
 from qwen38_jax.checkpoint.files import read_header
 from qwen38_jax.checkpoint.formats import Declared, Stored, classify
-from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.checkpoint.names import Place, Slice
 from qwen38_jax.params import ArrayInfo
 
 NOTHING = Declared(None, None)
@@ -72,15 +72,22 @@ def awq(m) -> dict[str, np.ndarray]:
 
 def load_matrix(directory: Path, *layers: dict[str, np.ndarray], shape, declared=NOTHING, dtype="float32"):
     """The leaf that one matrix, or a stack of several, loads as. `shape` is what config.json makes of each."""
-    stored = {}
-    names = tuple(f"layers.{i}.weight" for i in range(len(layers)))
-    shapes = tuple(shape) if len(layers) == 1 else (len(layers), *shape)
-    place = Place("x", ArrayInfo(shapes, dtype, (), None), names, stacked=len(layers) > 1)
-    for i, parts in enumerate(layers):
+    return load_fused(directory, layers, shape=shape, declared=declared, dtype=dtype)
+
+
+def load_fused(directory: Path, *slices: tuple[dict[str, np.ndarray], ...], shape, declared=NOTHING, dtype="float32"):
+    """The leaf that matrices, in one or several layers each, load as when they are fused."""
+    count = len(slices[0])
+    names = [tuple(f"layers.{j * count + i}.weight" for i in range(count)) for j in range(len(slices))]
+    whole = (len(slices) * shape[0], *shape[1:])
+    info = ArrayInfo(whole if count == 1 else (count, *whole), dtype, (), None)
+    place = Place("x", info, tuple(Slice(own, tuple(shape)) for own in names), stacked=count > 1)
+    stored, names = {}, place.names
+    for i, parts in enumerate(matrix for layers in slices for matrix in layers):
         path = directory / f"{i}.safetensors"
         save_file({f"layers.{i}.{part}": value for part, value in parts.items()}, path)
         header = {name.rpartition(".")[2]: tensor for name, tensor in read_header(path).items()}
-        result = classify(names[i], header, place, declared)
+        result = classify(names[i], header, tuple(shape), declared)
         if not isinstance(result, Stored):
             raise CheckpointError("\n".join(result))
         stored[names[i]] = result

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from qwen38_jax.checkpoint import CheckpointError, load
 from qwen38_jax.checkpoint.files import TensorInfo
 from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
-from qwen38_jax.checkpoint.names import Place
-from qwen38_jax.params import ArrayInfo
 from qwen38_jax.quantization import QuantTensor, dequantize
 from tests.checkpoint.packing import awq, compressed, gptq, load_matrix, random_matrix, values, words
 
@@ -316,8 +314,7 @@ _DTYPES = st.sampled_from(["I32", "I64", "F16", "BF16", "F32", "F8_E4M3", "U8"])
 def test_no_set_of_tensors_escapes(parts):
     tensors = {part: TensorInfo(f"x.{part}", dtype, shape, Path("f"), 0) for part, (shape, dtype) in parts.items()}
     for shape in ((24, 64), (24,), (24, 4)):
-        place = Place("x", ArrayInfo(shape, "float32", (), None), ("x.weight",), stacked=False)
-        result = classify("x.weight", tensors, place, V1)
+        result = classify("x.weight", tensors, shape, V1)
         if isinstance(result, Stored):
             assert result.shape == shape and result.label
         else:

@@ -13,27 +13,28 @@ from scripts.make_synthetic_checkpoint import recipe, write
 from tests.checkpoint.small import assert_same, edit, edit_json, make, read
 from tests.golden import GOLDEN, needs_golden
 
+# Rows of the fused matrices, as the model's equations count them.
 _LAYER = {
     "input_layernorm.weight": lambda layer: layer.input_norm,
     "post_attention_layernorm.weight": lambda layer: layer.post_norm,
-    "mlp.gate_proj.weight": lambda layer: layer.mlp.gate,
-    "mlp.up_proj.weight": lambda layer: layer.mlp.up,
+    "mlp.gate_proj.weight": lambda layer: _halves(layer.mlp.gate_up)[0],
+    "mlp.up_proj.weight": lambda layer: _halves(layer.mlp.gate_up)[1],
     "mlp.down_proj.weight": lambda layer: layer.mlp.down,
 }
 _ATTENTION = {
-    "self_attn.q_proj.weight": lambda layer: layer.mixer.q,
-    "self_attn.k_proj.weight": lambda layer: layer.mixer.k,
-    "self_attn.v_proj.weight": lambda layer: layer.mixer.v,
+    "self_attn.q_proj.weight": lambda layer: layer.mixer.qkv[..., : 2 * layer.mixer.o.shape[-1], :],
+    "self_attn.k_proj.weight": lambda layer: _halves(layer.mixer.qkv[..., 2 * layer.mixer.o.shape[-1] :, :])[0],
+    "self_attn.v_proj.weight": lambda layer: _halves(layer.mixer.qkv[..., 2 * layer.mixer.o.shape[-1] :, :])[1],
     "self_attn.o_proj.weight": lambda layer: layer.mixer.o,
     "self_attn.q_norm.weight": lambda layer: layer.mixer.q_norm,
     "self_attn.k_norm.weight": lambda layer: layer.mixer.k_norm,
     **_LAYER,
 }
 _LINEAR = {
-    "linear_attn.in_proj_qkv.weight": lambda layer: layer.mixer.qkv,
-    "linear_attn.in_proj_z.weight": lambda layer: layer.mixer.z,
-    "linear_attn.in_proj_b.weight": lambda layer: layer.mixer.b,
-    "linear_attn.in_proj_a.weight": lambda layer: layer.mixer.a,
+    "linear_attn.in_proj_qkv.weight": lambda layer: layer.mixer.qkvz[..., : layer.mixer.conv.shape[-2], :],
+    "linear_attn.in_proj_z.weight": lambda layer: layer.mixer.qkvz[..., layer.mixer.conv.shape[-2] :, :],
+    "linear_attn.in_proj_b.weight": lambda layer: _halves(layer.mixer.ba)[0],
+    "linear_attn.in_proj_a.weight": lambda layer: _halves(layer.mixer.ba)[1],
     "linear_attn.conv1d.weight": lambda layer: layer.mixer.conv[:, :, None, :],
     "linear_attn.A_log": lambda layer: layer.mixer.A_log,
     "linear_attn.dt_bias": lambda layer: layer.mixer.dt_bias,
@@ -41,6 +42,10 @@ _LINEAR = {
     "linear_attn.out_proj.weight": lambda layer: layer.mixer.out,
     **_LAYER,
 }
+
+
+def _halves(rows):
+    return np.split(rows, 2, axis=-2)
 
 
 def _by_hf_name(params, num_layers, prefix):
@@ -110,7 +115,7 @@ def test_dtype_casts_each_value_once(tmp_path, stored, asked):
     tensors = read(path)
     up = tensors["model.layers.2.mlp.up_proj.weight"]
     assert up.dtype.name == stored
-    np.testing.assert_array_equal(checkpoint.params.linear.mlp.up[2], up.astype(asked))
+    np.testing.assert_array_equal(_halves(checkpoint.params.linear.mlp.gate_up)[1][2], up.astype(asked))
     decay = tensors["model.layers.2.linear_attn.A_log"]
     np.testing.assert_array_equal(checkpoint.params.linear.mixer.A_log[2], decay.astype("float32"))
 
