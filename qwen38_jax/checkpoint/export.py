@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 from qwen38_jax.checkpoint import names
+from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
 from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.checkpoint.pack import Packed, quantization_config
 from qwen38_jax.checkpoint.write import (
     NewTensor,
     copy_tokenizer,
@@ -22,8 +24,8 @@ from qwen38_jax.checkpoint.write import (
     write_shards,
 )
 from qwen38_jax.config import ModelConfig, token_ids
-from qwen38_jax.params import Params
-from qwen38_jax.quantization import is_quantised
+from qwen38_jax.params import DraftHead, Params
+from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, is_quantised
 
 
 def export_checkpoint(
@@ -31,6 +33,7 @@ def export_checkpoint(
     params: Params,
     cfg: ModelConfig,
     *,
+    draft_head: DraftHead | None = None,
     hf_config: Mapping[str, Any] | None = None,
     generation_config: Mapping[str, Any] | None = None,
     prefix: str = "model.",
@@ -39,11 +42,14 @@ def export_checkpoint(
 ) -> None:
     """Writes weights, config.json and generation_config.json; what was loaded comes back bit for bit.
 
-    The text model and its MTP head, that is: a vision tower is no part of `Params`.
+    The text model and its MTP head, that is: a vision tower is no part of `Params`. Integers are written in the format
+    of compressed-tensors ("pack-quantized"), whichever they were loaded from; columns in another order than their own
+    as `weight_g_idx`, which not every reader of that format knows.
 
     Args:
       directory: a new or empty directory; it appears under this name only when it is complete.
-      params: shapes and dtypes as `abstract(cfg)`.
+      params: shapes and dtypes as `abstract(cfg)`; matrices may be quantised.
+      draft_head: rows of the head for the MTP head to draft from.
       hf_config: the config.json to write, with dtype and MTP count set to those of `cfg`; None writes `cfg.to_hf()`.
       generation_config: written with the stop ids of `cfg`.
       prefix: of the trunk's tensor names, one of `names.TRUNK_PREFIXES`.
@@ -51,7 +57,7 @@ def export_checkpoint(
       copy_from: a directory to copy tokenizer and chat template from.
 
     Raises:
-      ValueError: params are quantised, params, cfg and hf_config contradict each other, or the prefix is unknown.
+      ValueError: params, draft_head, cfg and hf_config contradict each other, or the prefix is unknown.
       CheckpointError: the directory is not empty, `copy_from` has no tokenizer, or the disk is too small.
     """
     if prefix not in names.TRUNK_PREFIXES:
@@ -60,20 +66,22 @@ def export_checkpoint(
     generation = dict(generation_config or {})
     if token_ids(generation.get("eos_token_id"), "eos_token_id") != cfg.eos_token_ids:
         generation["eos_token_id"] = list(cfg.eos_token_ids)
-    places = names.places(cfg)
-    _check_params(places, params)
-    tensors = [
-        tensor
-        for place, leaf in zip(places, jax.tree.leaves(params), strict=True)
-        for tensor in _tensors(place, leaf, cfg.dtype, prefix)
-    ]
+    weights = _weights(params, draft_head, cfg, prefix)
+    tensors = [tensor for weight in weights for tensor in (weight.tensors if isinstance(weight, Packed) else [weight])]
     tensors.sort(key=lambda tensor: natural_order(tensor.name))
+    matrices = [weight for weight in weights if isinstance(weight, Packed)]
+    dense = [weight.name for weight in weights if isinstance(weight, NewTensor) and len(weight.shape) == 2]
+    quantization = quantization_config(matrices, dense)
+    if quantization is not None:
+        config["quantization_config"] = quantization
     with new_directory(directory) as partial:
         if copy_from is not None:
             copy_tokenizer(Path(copy_from), partial)
         write_shards(partial, plan_shards(tensors, shard_bytes))
         write_json(partial / "config.json", config)
         write_json(partial / "generation_config.json", generation)
+        if draft_head is not None:
+            write_draft_ids(partial / DRAFT_IDS, np.asarray(draft_head.ids))
 
 
 def _agreeing_config(hf_config: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
@@ -97,33 +105,78 @@ def _agreeing_config(hf_config: Mapping[str, Any], cfg: ModelConfig) -> dict[str
     return config
 
 
-def _check_params(places: list[Place], params: Params) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised)
+def _weights(params: Params, draft_head: DraftHead | None, cfg: ModelConfig, prefix: str) -> list[Packed | NewTensor]:
+    """What is to be written of every leaf, which is held against `abstract(cfg)` first."""
+    places, leaves = names.places(cfg), jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised)
     given = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    for path, leaf in given.items():
-        if is_quantised(leaf):
-            raise ValueError(f"params.{path} is quantised: export writes dense weights, so dequantize it first")
     if given.keys() != {place.path for place in places}:
         differing = sorted(given.keys() ^ {place.path for place in places})
         raise ValueError(f"params and cfg differ in the leaves {', '.join(differing)}")
+    if draft_head is not None:
+        ids = np.asarray(draft_head.ids)
+        if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= cfg.vocab_size:
+            raise ValueError(f"draft_head.ids must ascend and be below {cfg.vocab_size}, got {ids}")
+        places.append(names.draft_place(cfg, len(ids)))
+        given["draft_head"] = draft_head.weight
+    weights = []
     for place in places:
-        leaf, info = given[place.path], place.info
-        if leaf.shape != info.shape or leaf.dtype != np.dtype(info.dtype):
-            raise ValueError(
-                f"params.{place.path} is {leaf.dtype}{list(leaf.shape)}, cfg makes it {info.dtype}{list(info.shape)}"
-            )
+        _check_leaf(place, given[place.path])
+        weights += _tensors(place, given[place.path], cfg.dtype, prefix)
+    return weights
 
 
-def _tensors(place: Place, leaf: jax.Array, model_dtype: str, prefix: str) -> Iterable[NewTensor]:
-    """The tensors of one leaf: those of each slice, one for each layer of a stacked leaf."""
-    dtype = _file_dtype(leaf, model_dtype)
+def _check_leaf(place: Place, leaf: Weight) -> None:
+    info, dtype = place.info, np.dtype(leaf.dtype)
+    if leaf.shape != info.shape or dtype != np.dtype(info.dtype):
+        raise ValueError(
+            f"params.{place.path} is {dtype}{list(leaf.shape)}, cfg makes it {info.dtype}{list(info.shape)}"
+        )
+    if is_quantised(leaf) and len(place.slices[0].shape) != 2:
+        raise ValueError(f"params.{place.path} is quantised, but {list(place.slices[0].shape)} is no matrix")
+
+
+def _tensors(place: Place, leaf: Weight, model_dtype: str, prefix: str) -> Iterator[Packed | NewTensor]:
+    """The weights of one leaf: those of each slice, one for each layer of a stacked leaf."""
     begin = 0
     for part in place.slices:
-        end = begin + part.shape[0]
+        block, rows = _block(place, leaf, slice(begin, begin + part.shape[0]))
+        begin += part.shape[0]
         for layer, name in enumerate(part.names):
-            rows = functools.partial(_rows, leaf, layer if place.stacked else None, begin, end, dtype)
-            yield NewTensor(names.spell(name, prefix), dtype, part.shape, rows)
+            spelled = names.spell(name, prefix)
+            if isinstance(block, QuantTensor):
+                yield _packed(spelled, block, layer if place.stacked else None, rows)
+            else:
+                dtype = _file_dtype(block, model_dtype)
+                make = functools.partial(_host, block, layer if place.stacked else None, rows)
+                yield NewTensor(spelled, dtype, part.shape, lambda make=make, dtype=dtype: [make().astype(dtype)])
+
+
+def _block(place: Place, leaf: Weight, rows: slice) -> tuple[jax.Array | QuantTensor, slice]:
+    """The block of a leaf that has the rows of a slice, and which rows of the block they are."""
+    if not isinstance(leaf, RowBlocks):
+        return leaf, rows
+    begin = 0
+    for block in leaf.blocks:
+        end = begin + block.shape[-2]
+        if begin <= rows.start and rows.stop <= end:
+            return block, slice(rows.start - begin, rows.stop - begin)
         begin = end
+    raise ValueError(f"params.{place.path} has a block that ends within rows {rows.start} to {rows.stop} of one tensor")
+
+
+def _packed(name: str, w: QuantTensor, layer: int | None, rows: slice) -> Packed:
+    n, k = rows.stop - rows.start, w.shape[-1]
+    fields = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "group_of": w.group_of}
+    fields = {field: array for field, array in fields.items() if array is not None}
+    arrays = {
+        field: (array.dtype.name, (k,) if field == "group_of" else (n, array.shape[-1]))
+        for field, array in fields.items()
+    }
+
+    def read(field: str) -> np.ndarray:
+        return _host(fields[field], layer, slice(0, k) if field == "group_of" else rows)
+
+    return Packed(name, (n, k), w.bits, arrays, read)
 
 
 def _file_dtype(leaf: jax.Array, model_dtype: str) -> str:
@@ -137,7 +190,8 @@ def _file_dtype(leaf: jax.Array, model_dtype: str) -> str:
     return model_dtype if exact else own
 
 
-def _rows(leaf: jax.Array, layer: int | None, begin: int, end: int, dtype: str) -> Iterable[np.ndarray]:
+def _host(array: jax.Array, layer: int | None, rows: slice) -> np.ndarray:
+    """Rows of an array, or of one layer of a stacked one."""
     if layer is not None:
-        leaf = jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
-    yield np.asarray(jax.lax.dynamic_slice_in_dim(leaf, begin, end - begin)).astype(dtype, copy=False)
+        array = jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+    return np.asarray(jax.lax.dynamic_slice_in_dim(array, rows.start, rows.stop - rows.start))

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from qwen38_jax.block import chain_block
-from qwen38_jax.checkpoint import CheckpointError, describe, export_checkpoint, load_checkpoint, loaded_bytes
+from qwen38_jax.checkpoint import CheckpointError, describe, load_checkpoint, loaded_bytes
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
 from qwen38_jax.checkpoint.files import read_header, read_rows
 from qwen38_jax.drafters.mtp import mtp_forward
@@ -167,12 +167,6 @@ def test_cast_changes_what_integers_stand_for(pairs):
     params = cast(checkpoint.params, load_checkpoint(pairs("fast")[0], dtype="float32").cfg)
     assert params.embed.dtype == "float32" and params.embed.scales.dtype == jnp.bfloat16
     np.testing.assert_array_equal(params.embed.codes, checkpoint.params.embed.codes)
-
-
-def test_export_refuses_integers(pairs, tmp_path):
-    checkpoint = load_checkpoint(pairs("w4a16")[0])
-    with pytest.raises(ValueError, match=r"params\.linear\.mixer\.qkvz is quantised"):
-        export_checkpoint(tmp_path / "m", checkpoint.params, checkpoint.cfg)
 
 
 def _copy(pairs, name, tmp_path) -> Path:
