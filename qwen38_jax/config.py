@@ -1,4 +1,4 @@
-"""The architecture of a `qwen3_5` checkpoint as one frozen, hashable dataclass."""
+"""The architectures of a `qwen3_5` checkpoint and of its DFlash2 drafter as frozen, hashable dataclasses."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -285,3 +285,163 @@ def _check(c: ModelConfig) -> None:
     for i in c.eos_token_ids:
         if i >= c.vocab_size:
             raise ConfigError(f"eos_token_id {i} is outside the vocabulary of {c.vocab_size} ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash2Config:
+    """Sizes and constants of a DFlash2 block drafter, which shares embedding and output head with its target.
+
+    Field names follow the drafter's config.json and its `dflash_config`. What only sibling models set (an embedding
+    scale, an output multiplier, soft-capped logits, attention sinks) is refused.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    sliding_window: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]  # layers of the target whose output is read, 0 for the first
+    block_size: int  # the anchor and the drafts behind it
+    mask_token_id: int
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+    initializer_range: float
+    dtype: str
+
+    def __post_init__(self):
+        _check_dflash2(self)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "DFlash2Config":
+        """Reads a parsed config.json.
+
+        Raises:
+          ConfigError: a key is missing, or its value is not supported. The message names the key.
+        """
+        if not is_dflash2(config):
+            raise ConfigError(
+                "config.json has no 'dflash_config' with 'selector_rank': it does not describe a DFlash2 drafter"
+            )
+        own = config["dflash_config"]
+        _reject_unsupported_dflash2(config, own)
+        rope = config.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping) or rope.get("rope_type", "default") != "default":
+            raise ConfigError(f"rope_parameters {rope!r} are not supported; expected rope_type 'default'")
+        taps = _get(own, "target_layer_ids")
+        return cls(
+            rope_theta=_number(_get({**config, **rope}, "rope_theta"), "rope_theta"),
+            rms_norm_eps=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
+            max_position_embeddings=config.get("max_position_embeddings", 262144),
+            target_layer_ids=tuple(taps) if isinstance(taps, (list, tuple)) else (taps,),
+            mask_token_id=_get(own, "mask_token_id"),
+            initializer_range=_number(config.get("initializer_range", 0.02), "initializer_range"),
+            dtype=str(_first(config, config, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch."),
+            **{name: _positive(config, name) for name in _DFLASH2_KEYS},
+            **{name: _positive(own, name) for name in _DFLASH2_OWN_KEYS},
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json that describes this drafter; `from_hf` of it gives the same config back."""
+        return {
+            "architectures": ["DFlash2DraftModel"],
+            "model_type": "qwen3",
+            **{name: getattr(self, name) for name in _DFLASH2_KEYS},
+            "layer_types": ["sliding_attention"] * self.num_hidden_layers,
+            "use_sliding_window": True,
+            "max_window_layers": self.num_hidden_layers,
+            "is_causal": False,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "tie_word_embeddings": False,
+            "dtype": self.dtype,
+            "dflash_config": {
+                **{name: getattr(self, name) for name in _DFLASH2_OWN_KEYS},
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+            },
+        }
+
+
+_DFLASH2_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "num_target_layers",
+)
+_DFLASH2_OWN_KEYS = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+# key -> the value this port computes, and that an absent key stands for; at the top or in `dflash_config`.
+_DFLASH2_SUPPORTED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": True,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "sample_from_anchor": False,
+    "attention_sink_bias": False,
+    "swa_window_size": None,
+}
+
+
+def is_dflash2(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json describes a DFlash2 drafter. (A first-version DFlash drafter has no selector.)"""
+    own = config.get("dflash_config")
+    return isinstance(own, Mapping) and "selector_rank" in own
+
+
+def _reject_unsupported_dflash2(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for key, allowed in _DFLASH2_SUPPORTED.items():
+        for level in (config, own):
+            if level.get(key, allowed) != allowed:
+                raise ConfigError(f"{key} = {level[key]!r} is not supported; this port computes {allowed!r}")
+    # Readers take a sliding layer of which nothing is said for a causal one: then every draft would be another.
+    causal = config.get("is_causal", own.get("causal"))
+    if causal is not False:
+        raise ConfigError(
+            f"is_causal = {causal!r} is not supported: a block of drafts sees itself whole; set it to false"
+        )
+    types = config.get("layer_types", ["sliding_attention"])
+    if not isinstance(types, (list, tuple)) or set(types) != {"sliding_attention"}:
+        raise ConfigError(f"layer_types {types!r} is not supported; expected sliding_attention in every layer")
+
+
+def _check_dflash2(c: DFlash2Config) -> None:
+    for name in (*_DFLASH2_KEYS, *_DFLASH2_OWN_KEYS, "max_position_embeddings"):
+        _positive(dataclasses.asdict(c), name)
+    if c.num_attention_heads % c.num_key_value_heads or c.head_dim % 2:
+        raise ConfigError(
+            f"{c.num_attention_heads} heads of {c.head_dim} do not fit {c.num_key_value_heads} key-value heads: "
+            "the first must be a multiple of the last, and the second even"
+        )
+    if c.hidden_size % c.conv_group_size:
+        raise ConfigError(f"hidden_size = {c.hidden_size} is not a multiple of conv_group_size = {c.conv_group_size}")
+    if c.block_size < 2:
+        raise ConfigError(f"block_size must be at least 2, the anchor and a draft, got {c.block_size}")
+    taps = c.target_layer_ids
+    if not taps or not all(type(i) is int and 0 <= i < c.num_target_layers for i in taps) or len(set(taps)) < len(taps):
+        raise ConfigError(
+            f"target_layer_ids must be different layers in [0, {c.num_target_layers - 1}], got {list(taps)}"
+        )
+    if type(c.mask_token_id) is not int or not 0 <= c.mask_token_id < c.vocab_size:
+        raise ConfigError(f"mask_token_id {c.mask_token_id!r} is not a token id in [0, {c.vocab_size - 1}]")
+    if c.dtype not in _DTYPES:
+        raise ConfigError(f"dtype {c.dtype!r} is not supported; expected one of {_DTYPES}")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from qwen38_jax.config import ModelConfig
+from qwen38_jax.config import DFlash2Config, ModelConfig
 from qwen38_jax.quantization import Weight
 
 Array = jax.Array
@@ -90,6 +90,55 @@ class DraftHead:
     ids: Array  # [draft tokens] int32, the token of each row, ascending
 
 
+@struct.dataclass
+class BlockAttention:
+    """Attention of a DFlash2 layer: no gate, plain norms. Keys and values are of context features as well."""
+
+    q: Weight  # [heads * head_dim, hidden]
+    kv: Weight  # [2 * kv_heads * head_dim, hidden], keys, then values
+    o: Weight  # [hidden, heads * head_dim]
+    q_norm: Array  # [head_dim]
+    k_norm: Array  # [head_dim]
+
+
+@struct.dataclass
+class BlockConv:
+    """Short convolution before and after a sublayer, within a block of drafts; its taps depend on the row."""
+
+    base: Array  # [2 (before, after), taps, hidden]
+    projection: Weight  # [2 * taps * channel groups, hidden], what the row adds to `base`
+
+
+@struct.dataclass
+class DFlash2Layer:
+    input_norm: Array  # [hidden]
+    attention_conv: BlockConv
+    attention: BlockAttention
+    post_norm: Array  # [hidden]
+    mlp_conv: BlockConv
+    mlp: Mlp
+
+
+@struct.dataclass
+class CandidateSelector:
+    """Scores of a candidate after its predecessor, from low-rank codes of both and from the row's hidden vector."""
+
+    projection: Weight  # [rank, hidden]
+    predecessors: Array  # [vocab, rank]
+    successors: Array  # [vocab, rank]
+
+
+@struct.dataclass
+class DFlash2Params:
+    """A DFlash2 drafter. Its norms have plain weights (not zero-centred); embedding and head are the target's."""
+
+    fc: Weight  # [hidden, tapped layers * hidden]
+    hidden_norm: Array  # [hidden], of the context features
+    layers: DFlash2Layer  # every leaf stacked: [layers, ...]
+    norm: Array  # [hidden]
+    selector: CandidateSelector
+
+
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
 
 
@@ -127,7 +176,50 @@ def abstract(cfg: ModelConfig) -> Params:
     )
 
 
-def _weight(cfg: ModelConfig) -> Callable[..., ArrayInfo]:
+def abstract_dflash2(cfg: DFlash2Config) -> DFlash2Params:
+    """A `DFlash2Params` whose leaves are `ArrayInfo`."""
+    weight = _weight(cfg)
+    norm = _norm(cfg, jax.nn.initializers.ones)
+    hidden = ("hidden", cfg.hidden_size)
+    codes = weight(("vocab", cfg.vocab_size), ("rank", cfg.selector_rank))
+    return DFlash2Params(
+        fc=weight(hidden, ("taps", len(cfg.target_layer_ids) * cfg.hidden_size)),
+        hidden_norm=norm(cfg.hidden_size),
+        layers=_stack(_dflash2_layer(cfg), cfg.num_hidden_layers),
+        norm=norm(cfg.hidden_size),
+        selector=CandidateSelector(weight(("rank", cfg.selector_rank), hidden), codes, codes),
+    )
+
+
+def _dflash2_layer(cfg: DFlash2Config) -> DFlash2Layer:
+    weight = _weight(cfg)
+    norm = _norm(cfg, jax.nn.initializers.ones)
+    hidden, inner = ("hidden", cfg.hidden_size), cfg.intermediate_size
+    queries, keys = ("heads", cfg.num_attention_heads * cfg.head_dim), cfg.num_key_value_heads * cfg.head_dim
+    sides, taps, groups = 2, cfg.conv_kernel_size, cfg.hidden_size // cfg.conv_group_size
+    conv = BlockConv(
+        base=dataclasses.replace(weight(("side", sides), ("tap", taps), hidden), init=_identity_conv_init),
+        projection=dataclasses.replace(
+            weight(("side_tap_group", sides * taps * groups), hidden), init=jax.nn.initializers.zeros
+        ),
+    )
+    return DFlash2Layer(
+        input_norm=norm(cfg.hidden_size),
+        attention_conv=conv,
+        attention=BlockAttention(
+            q=weight(queries, hidden),
+            kv=_fused(cfg, "kv", (keys, keys)),
+            o=weight(hidden, queries),
+            q_norm=norm(cfg.head_dim),
+            k_norm=norm(cfg.head_dim),
+        ),
+        post_norm=norm(cfg.hidden_size),
+        mlp_conv=conv,
+        mlp=Mlp(gate_up=_fused(cfg, "gate_up", (inner, inner)), down=weight(hidden, ("mlp", inner))),
+    )
+
+
+def _weight(cfg: ModelConfig | DFlash2Config) -> Callable[..., ArrayInfo]:
     init = jax.nn.initializers.normal(cfg.initializer_range)
 
     def weight(*dims: tuple[str, int]) -> ArrayInfo:
@@ -136,12 +228,14 @@ def _weight(cfg: ModelConfig) -> Callable[..., ArrayInfo]:
     return weight
 
 
-def _fused(cfg: ModelConfig, axis: str, rows: tuple[int, ...]) -> ArrayInfo:
+def _fused(cfg: ModelConfig | DFlash2Config, axis: str, rows: tuple[int, ...]) -> ArrayInfo:
     """Matrices of `rows` rows each, all of which read the hidden row."""
     return dataclasses.replace(_weight(cfg)((axis, sum(rows)), ("hidden", cfg.hidden_size)), fused=rows)
 
 
-def _norm(cfg: ModelConfig, init: Initializer = jax.nn.initializers.zeros) -> Callable[[int], ArrayInfo]:
+def _norm(
+    cfg: ModelConfig | DFlash2Config, init: Initializer = jax.nn.initializers.zeros
+) -> Callable[[int], ArrayInfo]:
     return lambda n: ArrayInfo((n,), cfg.dtype, ("norm",), init)
 
 
@@ -198,7 +292,7 @@ def _mtp_head(cfg: ModelConfig) -> MtpHead:
     )
 
 
-def _stack(layer: DecoderLayer, n: int) -> DecoderLayer:
+def _stack(layer, n: int):
     return jax.tree.map(
         lambda info: dataclasses.replace(info, shape=(n, *info.shape), axes=("layer", *info.axes)), layer
     )
@@ -207,6 +301,11 @@ def _stack(layer: DecoderLayer, n: int) -> DecoderLayer:
 def _conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     bound = shape[-1] ** -0.5  # fan-in of a depthwise filter is its width
     return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _identity_conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """[..., tap, channel] that passes a row on as it is: tap 0 is the row itself."""
+    return jnp.zeros(shape, dtype).at[..., 0, :].set(1)
 
 
 def _log_decay_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

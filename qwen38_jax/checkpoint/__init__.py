@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: load, export, inspect."""
 
+from qwen38_jax.checkpoint.drafter import load_drafter
 from qwen38_jax.checkpoint.export import export_checkpoint
 from qwen38_jax.checkpoint.files import CheckpointError, require_tokenizer
 from qwen38_jax.checkpoint.inspect import Description, describe, format_description
@@ -13,6 +14,7 @@ __all__ = [
     "export_checkpoint",
     "format_description",
     "load_checkpoint",
+    "load_drafter",
     "loaded_bytes",
     "require_tokenizer",
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,19 @@ from qwen38_jax.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Account:
-    """Every tensor of a checkpoint, assigned.
+class Assignment:
+    """Tensors held against the places that they are to fill.
 
     Attributes:
-      cfg: the config, with `mtp_num_hidden_layers` as found in the files.
-      prefix: the trunk's prefix, one of `names.TRUNK_PREFIXES`.
-      sources: tensors by canonical name, vision left out.
+      places: of every parameter.
       stored: how each weight is stored, by canonical name; without those that `problems` tells of.
-      draft_place, draft_ids: the draft head's place and the token ids of its rows, or None and None.
       missing, unexpected: names as the checkpoint spells (or would spell) them.
       problems: why it cannot be loaded, one message each; empty when every tensor is accounted for.
       notes: what is unusual and harmless.
     """
 
-    cfg: ModelConfig
-    prefix: str
-    sources: dict[str, TensorInfo]
+    places: tuple[Place, ...]
     stored: dict[str, Stored]
-    draft_place: Place | None
-    draft_ids: np.ndarray | None
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     problems: tuple[str, ...]
@@ -50,13 +43,30 @@ class Account:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters once they are loaded; zero points counted wherever there may be some."""
-        places = [*names.places(self.cfg), *([self.draft_place] if self.draft_place else [])]
-        return sum(_loaded_bytes(place, self.stored[name]) for place in places for name in place.names)
+        return sum(loaded_bytes(place, self.stored) for place in self.places)
+
+
+@dataclasses.dataclass(frozen=True)
+class Account(Assignment):
+    """Every tensor of a checkpoint, assigned.
+
+    Attributes:
+      cfg: the config, with `mtp_num_hidden_layers` as found in the files.
+      prefix: the trunk's prefix, one of `names.TRUNK_PREFIXES`.
+      sources: tensors by canonical name, vision left out.
+      draft_place, draft_ids: the draft head's place and the token ids of its rows, or None and None.
+    """
+
+    cfg: ModelConfig
+    prefix: str
+    sources: dict[str, TensorInfo]
+    draft_place: Place | None
+    draft_ids: np.ndarray | None
 
 
 def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str, Any]) -> Account:
     """Holds the headers' tensors against `abstract(cfg)`. Reads no tensor data and raises nothing."""
-    sources, prefix, problems = _assign(inventory)
+    sources, prefix, problems = _by_canonical_name(inventory)
     has_mtp = any(name.startswith("mtp.") and not name.startswith("mtp.draft_lm_head.") for name in sources)
     notes = list(inventory.notes)
     if cfg.mtp_num_hidden_layers and not has_mtp:
@@ -66,13 +76,37 @@ def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str,
     draft_place, draft_ids, draft_problems = _draft_head(inventory, sources, cfg)
     if draft_place is not None:
         places.append(draft_place)
-    expected = {name: part for place in places for part in place.slices for name in part.names}
-    parts, unexpected = _group(sources, expected, cfg.tie_word_embeddings)
-    missing = [name for name in expected if name not in parts]
+    stored, missing, unexpected, faults = assign(places, sources, hf_config)
+    if cfg.tie_word_embeddings:  # the head may be there all the same; loading compares it with the embedding
+        unexpected = [name for name in unexpected if not _is_head(name)]
     problems += [_missing(inventory, name, prefix) for name in missing]
     problems += [f"{sources[name]} is not part of the model that config.json describes" for name in unexpected]
-    problems += draft_problems
-    stored, declared = {}, Declared.from_hf(hf_config)
+    return Account(
+        places=tuple(places),
+        stored=stored,
+        missing=tuple(names.spell(name, prefix) for name in missing),
+        unexpected=tuple(sources[name].name for name in unexpected),
+        problems=(*problems, *draft_problems, *faults),
+        notes=tuple(notes),
+        cfg=cfg,
+        prefix=prefix,
+        sources=sources,
+        draft_place=draft_place,
+        draft_ids=draft_ids,
+    )
+
+
+def assign(
+    places: Iterable[Place], sources: Mapping[str, TensorInfo], hf_config: Mapping[str, Any]
+) -> tuple[dict[str, Stored], list[str], list[str], list[str]]:
+    """Holds tensors, by canonical name, against the places of all parameters.
+
+    Returns:
+      How each weight is stored; the weights that are missing; the tensors that are of none; what is wrong with others.
+    """
+    expected = {name: part for place in places for part in place.slices for name in part.names}
+    parts, unexpected = _group(sources, expected)
+    stored, problems, declared = {}, [], Declared.from_hf(hf_config)
     for name in (name for name in expected if name in parts):
         result = classify(name, parts[name], expected[name].shape, declared)
         if isinstance(result, Stored):
@@ -81,21 +115,10 @@ def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str,
             problems += result
     for part in (part for place in places for part in place.slices):
         problems += _mixture(part, stored)
-    return Account(
-        cfg=cfg,
-        prefix=prefix,
-        sources=sources,
-        stored=stored,
-        draft_place=draft_place,
-        draft_ids=draft_ids,
-        missing=tuple(names.spell(name, prefix) for name in missing),
-        unexpected=tuple(sources[name].name for name in unexpected),
-        problems=tuple(problems),
-        notes=tuple(notes),
-    )
+    return stored, [name for name in expected if name not in parts], unexpected, problems
 
 
-def _assign(inventory: Inventory) -> tuple[dict[str, TensorInfo], str, list[str]]:
+def _by_canonical_name(inventory: Inventory) -> tuple[dict[str, TensorInfo], str, list[str]]:
     """Tensors by canonical name, the trunk's prefix, and what is wrong with the spelling."""
     sources: dict[str, TensorInfo] = {}
     first: dict[str, TensorInfo] = {}  # of each prefix of the trunk
@@ -116,7 +139,7 @@ def _assign(inventory: Inventory) -> tuple[dict[str, TensorInfo], str, list[str]
 
 
 def _group(
-    sources: Mapping[str, TensorInfo], expected: Mapping[str, Slice], tied: bool
+    sources: Mapping[str, TensorInfo], expected: Mapping[str, Slice]
 ) -> tuple[dict[str, dict[str, TensorInfo]], list[str]]:
     """The tensors of each expected weight, by the last part of their names; and the names that are of none."""
     parts: dict[str, dict[str, TensorInfo]] = {}
@@ -127,9 +150,14 @@ def _group(
             parts.setdefault(f"{module}.weight", {})[last] = tensor
         elif name in expected:  # A_log and dt_bias
             parts[name] = {"weight": tensor}
-        elif not (tied and module == "lm_head" and last in PARTS):
+        else:
             unexpected.append(name)
     return parts, unexpected
+
+
+def _is_head(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    return module == "lm_head" and last in PARTS
 
 
 def _draft_head(
@@ -169,10 +197,15 @@ def _mixture(part: Slice, stored: Mapping[str, Stored]) -> list[str]:
     return []
 
 
-def _loaded_bytes(place: Place, stored: Stored) -> int:
+def loaded_bytes(place: Place, stored: Mapping[str, Stored]) -> int:
+    """Bytes of one leaf of the parameters."""
+    return sum(_weight_bytes(stored[name], place.info.dtype) for name in place.names)
+
+
+def _weight_bytes(stored: Stored, dtype: str) -> int:
     values = math.prod(stored.shape)
     if not stored.bits:
-        return values * np.dtype(place.info.dtype).itemsize
+        return values * np.dtype(dtype).itemsize
     groups = values // stored.group
     scale = 4 if any(tensor.dtype == "F32" for tensor in stored.parts.values()) else 2
     has_zeros = "qzeros" in stored.parts or "weight_zero_point" in stored.parts

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen38_jax.checkpoint import names
-from qwen38_jax.checkpoint.accounting import Account, take_account
+from qwen38_jax.checkpoint.accounting import Account, Assignment, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_json, read_rows, reject, take_inventory
 from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
 from qwen38_jax.checkpoint.names import Place
@@ -73,10 +73,10 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
     account, hf_config, generation_config = _account(directory, dtype)
     if account.cfg.tie_word_embeddings:
         _check_tied(account.sources)
-    leaves = [_load_place(place, account) for place in names.places(account.cfg)]
+    leaves = load_leaves(account)
     draft_head = None
     if account.draft_place is not None:
-        draft_head = DraftHead(_load_place(account.draft_place, account), jnp.asarray(account.draft_ids))
+        draft_head = DraftHead(leaves.pop(), jnp.asarray(account.draft_ids))
     return Checkpoint(
         path=directory,
         cfg=account.cfg,
@@ -145,7 +145,12 @@ def _same(a: TensorInfo, b: TensorInfo) -> bool:
     return all(read_rows(a, *rows).tobytes() == read_rows(b, *rows).tobytes() for rows in _row_chunks(a.shape))
 
 
-def _load_place(place: Place, account: Account) -> Weight:
+def load_leaves(account: Assignment) -> list[Weight]:
+    """The parameters of `account.places`, on the default device."""
+    return [_load_place(place, account) for place in account.places]
+
+
+def _load_place(place: Place, account: Assignment) -> Weight:
     """One leaf of `Params`: an array, a `QuantTensor` where the account has integers, or `RowBlocks` of both kinds."""
     blocks = tuple(_load_block(block, place) for block in leaf_blocks(place, account.stored))
     return blocks[0] if len(blocks) == 1 else RowBlocks(blocks)

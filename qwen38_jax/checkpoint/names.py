@@ -7,6 +7,7 @@ different prefixes; `parse` reads any of them and `spell` writes one.
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 import jax
 
@@ -115,16 +116,21 @@ def places(cfg: ModelConfig) -> list[Place]:
             tensors, prefixes = _LAYER[rest.removeprefix("layer.")], ["mtp.layers.0."]
         else:
             tensors, prefixes = _MTP[rest] if part == "mtp" else _TOP[part], [""]
-        tensors = (tensors,) if isinstance(tensors, str) else tensors
-        _, *columns = shape = info.shape[1:] if stacked else info.shape
-        if dotted.endswith(".conv"):
-            columns = [1, *columns]
-        slices = tuple(
-            Slice(tuple(prefix + tensor for prefix in prefixes), (rows, *columns))
-            for tensor, rows in zip(tensors, info.fused or shape[:1], strict=True)
-        )
-        result.append(Place(dotted, info, slices, stacked))
+        result.append(place(dotted, info, tensors, prefixes, stacked))
     return result
+
+
+def place(path: str, info: ArrayInfo, tensors: str | tuple[str, ...], prefixes: Iterable[str], stacked: bool) -> Place:
+    """A leaf filled by one tensor, or by several from its first row to its last, of each layer (by prefix)."""
+    tensors = (tensors,) if isinstance(tensors, str) else tensors
+    rows, *columns = info.shape[1:] if stacked else info.shape
+    if path.endswith(".conv"):
+        columns = [1, *columns]
+    slices = tuple(
+        Slice(tuple(prefix + tensor for prefix in prefixes), (n, *columns))
+        for tensor, n in zip(tensors, info.fused or (rows,), strict=True)
+    )
+    return Place(path, info, slices, stacked)
 
 
 def draft_place(cfg: ModelConfig, rows: int) -> Place:

@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,18 @@ def plan_shards(tensors: Iterable[NewTensor], shard_bytes: int) -> dict[str, lis
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def write_shards(directory: Path, shards: Mapping[str, Sequence[NewTensor]]) -> None:
+def write_shards(
+    directory: Path,
+    shards: Mapping[str, Sequence[NewTensor]],
+    *,
+    workers: int = 1,
+    written: Callable[[int], object] = lambda nbytes: None,
+) -> None:
     """Writes the planned files, and the index when there is more than one.
+
+    Args:
+      workers: threads, each with a tensor of its own; the files do not depend on their number.
+      written: called with the bytes of each finished tensor.
 
     Raises:
       CheckpointError: the disk has less free space than the files need; nothing is written.
@@ -83,35 +95,59 @@ def write_shards(directory: Path, shards: Mapping[str, Sequence[NewTensor]]) -> 
             f"the weights need {total:,} bytes, the disk of {directory.parent} has {free:,} free: "
             "make room, or choose another disk"
         )
-    for file_name, shard in shards.items():
-        _write_safetensors(directory / file_name, shard)
+    places = [
+        (tensor, directory / file_name, offset)
+        for file_name, shard in shards.items()
+        for tensor, offset in _begin_safetensors(directory / file_name, shard)
+    ]
+    places.sort(key=lambda place: -place[0].nbytes)  # or the last thread would write the largest alone
+    pool = ThreadPoolExecutor(workers)
+    try:
+        jobs = {pool.submit(_write_tensor, *place): place[0] for place in places}
+        for job in as_completed(jobs):
+            job.result()
+            written(jobs[job].nbytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
     if len(shards) > 1:
         weight_map = {tensor.name: file_name for file_name, shard in shards.items() for tensor in shard}
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_safetensors(path: Path, tensors: Sequence[NewTensor]) -> None:
-    """One file. The library's own writer wants all tensors in memory at once; this one wants a few rows."""
+def _begin_safetensors(path: Path, tensors: Sequence[NewTensor]) -> list[tuple[NewTensor, int]]:
+    """Writes the header of a file, and says at which byte of the file each tensor belongs.
+
+    The library's own writer wants all tensors in memory at once; this one a few rows of each.
+    """
     # Wide types first: every tensor is then aligned to its item size, which some readers need.
     tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in tensors:
-        span = [offset, offset + tensor.nbytes]
+    begins = list(itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0))
+    for tensor, begin in zip(tensors, begins, strict=False):
+        span = [begin, begin + tensor.nbytes]
         header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-        offset = span[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            written = 0
-            for rows in tensor.rows():
-                if rows.dtype.name != tensor.dtype:
-                    raise ValueError(f"tensor {tensor.name!r} was announced as {tensor.dtype}, got {rows.dtype}")
-                written += file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
-            if written != tensor.nbytes:
-                raise ValueError(f"tensor {tensor.name!r} was announced with {tensor.nbytes} bytes, got {written}")
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return [(tensor, 8 + len(text) + begin) for tensor, begin in zip(tensors, begins, strict=False)]
+
+
+def _write_tensor(tensor: NewTensor, path: Path, offset: int) -> None:
+    """Writes a tensor into its place of a file, which other threads write to as well."""
+    left = tensor.nbytes
+    with path.open("r+b", buffering=0) as file:
+        file.seek(offset)
+        for rows in tensor.rows():
+            if rows.dtype.name != tensor.dtype:
+                raise ValueError(f"tensor {tensor.name!r} was announced as {tensor.dtype}, got {rows.dtype}")
+            data = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+            left -= len(data)
+            if left < 0:
+                break
+            while data:
+                data = data[file.write(data) :]
+    if left:
+        raise ValueError(f"tensor {tensor.name!r} was announced with {tensor.nbytes} bytes, got {tensor.nbytes - left}")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

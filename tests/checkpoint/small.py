@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from qwen38_jax.checkpoint.files import INDEX
-from scripts.make_synthetic_checkpoint import SMALL, Recipe, write
+from qwen38_jax.checkpoint.synthetic import SMALL, Recipe, write
 
 CFG = dataclasses.replace(
     SMALL,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint
+from qwen38_jax.checkpoint.synthetic import recipe, write
 from qwen38_jax.params import DraftHead, Params
 from qwen38_jax.quantization import QuantTensor, RowBlocks, dequantize, is_quantised, quantize
-from scripts.make_synthetic_checkpoint import recipe, write
 from tests.checkpoint.small import CFG, assert_same, make, read
 
 # (bits, group, symmetric) of each leaf, so that every combination occurs in one model; groups divide 16 and 32.

@@ -5,7 +5,7 @@ import pytest
 
 from qwen38_jax.checkpoint import CheckpointError, describe, format_description
 from qwen38_jax.checkpoint.inspect import Description
-from scripts.make_synthetic_checkpoint import recipe, write
+from qwen38_jax.checkpoint.synthetic import recipe, write
 from tests.checkpoint.small import edit, make, read
 
 

@@ -7,9 +7,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from qwen38_jax.checkpoint import files, load, load_checkpoint, names
+from qwen38_jax.checkpoint.synthetic import recipe, write
 from qwen38_jax.config import ConfigError
 from qwen38_jax.params import abstract
-from scripts.make_synthetic_checkpoint import recipe, write
 from tests.checkpoint.small import assert_same, edit, edit_json, make, read
 from tests.golden import GOLDEN, needs_golden
 

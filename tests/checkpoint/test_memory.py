@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.make_synthetic_checkpoint import FULL, Recipe, plan, write
+from qwen38_jax.checkpoint.synthetic import FULL, Recipe, plan, write
 
 _MEASURE = """
 import json, re, sys

@@ -14,13 +14,13 @@ from qwen38_jax.block import chain_block
 from qwen38_jax.checkpoint import CheckpointError, describe, load_checkpoint, loaded_bytes
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
 from qwen38_jax.checkpoint.files import read_header, read_rows
+from qwen38_jax.checkpoint.synthetic import FORMATS, recipe, write
 from qwen38_jax.drafters.mtp import mtp_forward
 from qwen38_jax.layers.linear import linear
 from qwen38_jax.model import logits
 from qwen38_jax.params import cast, tree_bytes
 from qwen38_jax.quantization import QuantTensor, dequantize, is_quantised
 from qwen38_jax.state import StateConfig, init_state
-from scripts.make_synthetic_checkpoint import FORMATS, recipe, write
 from tests.checkpoint.packing import values
 from tests.checkpoint.small import edit, edit_json
 from tests.models import extend, prompt

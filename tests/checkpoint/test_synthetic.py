@@ -6,8 +6,10 @@ import pytest
 from qwen38_jax.checkpoint import CheckpointError, load_checkpoint, names
 from qwen38_jax.checkpoint import write as writing
 from qwen38_jax.checkpoint.files import INDEX
+from qwen38_jax.checkpoint.synthetic import FULL, MODELS, Recipe, hf_config, plan, recipe, write
+from qwen38_jax.checkpoint.write import NewTensor
 from qwen38_jax.config import ModelConfig
-from scripts.make_synthetic_checkpoint import FULL, LIKE, Recipe, hf_config, main, plan, recipe, write
+from scripts.make_synthetic_checkpoint import main
 from tests.checkpoint.small import make, read
 from tests.golden import GOLDEN, needs_golden
 
@@ -95,7 +97,7 @@ def test_names_and_shapes_are_those_of_a_golden_directory(directory, prefix):
     }
 
 
-@pytest.mark.parametrize("like", LIKE)
+@pytest.mark.parametrize("like", MODELS)
 def test_configs_are_read_back(like):
     chosen = recipe(like, scale="small")
     config = hf_config(chosen)
@@ -105,7 +107,7 @@ def test_configs_are_read_back(like):
     assert ModelConfig.from_hf(hf_config(recipe("qwen3.8-27b"))) == FULL
 
 
-@pytest.mark.parametrize("like", LIKE)
+@pytest.mark.parametrize("like", MODELS)
 def test_small_ones_load(tmp_path, like):
     main(["--like", like, "--scale", "small", "--vocab", "300", "--layers", "4", str(tmp_path / "m")])
     checkpoint = load_checkpoint(tmp_path / "m")
@@ -183,7 +185,7 @@ def test_an_interruption_leaves_no_directory(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("scripts.make_synthetic_checkpoint._Draw.words", interrupt)
+    monkeypatch.setattr("qwen38_jax.checkpoint.synthetic.draw.Draw.words", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "m", recipe("qwen3.8-27b-w4a16", scale="small"))
     assert list(tmp_path.iterdir()) == []
@@ -212,3 +214,68 @@ def test_rows_are_drawn_in_small_pieces():
     packed = _all(plan(recipe("qwen3.8-27b-w4a16")))["model.language_model.layers.0.mlp.up_proj.weight_packed"]
     pieces = [array.shape for array in packed.rows()]
     assert max(rows * words for rows, words in pieces) <= 8 << 20 and sum(rows for rows, _ in pieces) == 17408
+
+
+def test_workers_change_no_byte(tmp_path):
+    chosen = recipe("qwen3.8-27b-fast", scale="small", layers=4)
+    for workers in (1, 5):
+        write(tmp_path / str(workers), chosen, seed=3, workers=workers)
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / str(workers)).iterdir()} for workers in (1, 5)
+    )
+    assert first == second and len(first) > 5
+    with pytest.raises(SystemExit):
+        main(["--like", "tiny", "--workers", "0", str(tmp_path / "m")])
+
+
+def test_a_tensor_of_another_size_than_announced_is_an_error(tmp_path):
+    for rows in (1, 3):
+        wrong = NewTensor("x", "float32", (2, 4), lambda rows=rows: [np.ones((rows, 4), np.float32)])
+        with pytest.raises(ValueError, match=f"'x' was announced with 32 bytes, got {16 * rows}"):
+            writing.write_shards(tmp_path, {"model.safetensors": [wrong]})
+
+
+def test_the_full_drafters_have_the_published_tensors():
+    tensors = _all(plan(recipe("qwen3.8-27b-dflash2")))
+    assert len(tensors) == 81 and {tensor.dtype for tensor in tensors.values()} == {"bfloat16"}
+    assert sum(tensor.nbytes for tensor in tensors.values()) == pytest.approx(2 * 1924.4e6, rel=1e-4)
+    assert tensors.keys() == {*_DRAFTER_TOP, *(f"layers.{i}.{name}" for i in range(5) for name in _DRAFTER_LAYER)}
+    for name, tensor in tensors.items():
+        assert tensor.shape == (_DRAFTER_TOP | _DRAFTER_LAYER)[name.split(".", 2)[2] if name[:6] == "layers" else name]
+    packed = _all(plan(recipe("qwen3.8-27b-dflash2-w4a16")))
+    words = {name.removesuffix("_packed") for name in packed if name.endswith("_packed")}
+    assert len(words) == 36 and "fc.weight" in words and len(packed) == 81 + 2 * 36
+    assert {name.split(".")[-2] for name in words} == {"fc"} | {
+        f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert packed["fc.weight_packed"].shape == (5120, 25600 // 8)
+    assert packed["layers.4.mlp.down_proj.weight_scale"].shape == (5120, 17408 // 128)
+    assert sum(tensor.nbytes for tensor in packed.values()) == pytest.approx(1.19 * 2**30, rel=0.01)
+
+
+# Restated from the published inventory.
+_DRAFTER_TOP = {
+    "fc.weight": (5120, 25600),
+    "hidden_norm.weight": (5120,),
+    "norm.weight": (5120,),
+    "candidate_selector.hidden_projection.weight": (256, 5120),
+    "candidate_selector.predecessor_codebook": (248320, 256),
+    "candidate_selector.successor_codebook": (248320, 256),
+}
+_DRAFTER_LAYER = {
+    "input_layernorm.weight": (5120,),
+    "post_attention_layernorm.weight": (5120,),
+    "self_attn.q_proj.weight": (4096, 5120),
+    "self_attn.k_proj.weight": (1024, 5120),
+    "self_attn.v_proj.weight": (1024, 5120),
+    "self_attn.o_proj.weight": (5120, 4096),
+    "self_attn.q_norm.weight": (128,),
+    "self_attn.k_norm.weight": (128,),
+    "attention_conv.base_kernel": (2, 2, 5120),
+    "attention_conv.kernel_projection.weight": (1280, 5120),
+    "mlp_conv.base_kernel": (2, 2, 5120),
+    "mlp_conv.kernel_projection.weight": (1280, 5120),
+    "mlp.gate_proj.weight": (17408, 5120),
+    "mlp.up_proj.weight": (17408, 5120),
+    "mlp.down_proj.weight": (5120, 17408),
+}
