@@ -43,7 +43,7 @@ class Assignment:
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters once they are loaded; zero points counted wherever there may be some."""
-        return sum(loaded_bytes(place, self.stored) for place in self.places)
+        return sum(place_bytes(place, self.stored) for place in self.places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _mixture(part: Slice, stored: Mapping[str, Stored]) -> list[str]:
     return []
 
 
-def loaded_bytes(place: Place, stored: Mapping[str, Stored]) -> int:
+def place_bytes(place: Place, stored: Mapping[str, Stored]) -> int:
     """Bytes of one leaf of the parameters."""
     return sum(_weight_bytes(stored[name], place.info.dtype) for name in place.names)
 

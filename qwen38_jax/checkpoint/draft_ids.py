@@ -55,10 +55,14 @@ def write_draft_ids(path: Path, ids: np.ndarray) -> None:
     arguments = storage + pickle.BININT1 + b"\0" + size + stride + pickle.NEWFALSE + hooks
     tensor = name("torch._utils", "_rebuild_tensor_v2") + pickle.MARK + arguments + pickle.TUPLE + pickle.REDUCE
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.PROTO + b"\2" + tensor + pickle.STOP)
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/data/0", np.asarray(ids, "<i8").tobytes())
-        archive.writestr("archive/version", "3\n")
+
+        def add(name: str, data: bytes | str) -> None:
+            archive.writestr(zipfile.ZipInfo(name), data)  # of no date: the same ids make the same file
+
+        add("archive/data.pkl", pickle.PROTO + b"\2" + tensor + pickle.STOP)
+        add("archive/byteorder", "little")
+        add("archive/data/0", np.asarray(ids, "<i8").tobytes())
+        add("archive/version", "3\n")
 
 
 def _read(archive: zipfile.ZipFile) -> np.ndarray:

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # also registers the dtype name "bfloat16" with numpy, which safetensors looks up
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -24,6 +23,15 @@ _BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+# Of the dtypes that loading reads.
+_NUMPY = {
+    "BF16": ml_dtypes.bfloat16,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _MAX_SHOWN = 10
 
@@ -36,7 +44,7 @@ class CheckpointError(ValueError):
 class TensorInfo:
     """A tensor as a file's header describes it; `dtype` is the safetensors code, e.g. `BF16`.
 
-    `begin` is the place of its first byte behind the file's header.
+    `begin` is the place of its first byte in the file.
     """
 
     name: str
@@ -116,23 +124,25 @@ def read_columns(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
 def _read(tensor: TensorInfo, where: slice | tuple[slice, slice]) -> np.ndarray:
     """A part of a tensor.
 
-    The file is opened for each call: pages of a mapped file count as resident memory until it is unmapped.
+    Rows are read, not mapped: no page of the file counts as this process's memory then. The library's own slices are
+    copied while it holds Python's lock, so that threads would read one after the other.
     """
     try:
-        if tensor.dtype == "F8_E4M3":
-            return _map_fp8(tensor)[where].copy()
-        with safe_open(tensor.path, framework="numpy") as file:
-            return file.get_slice(tensor.name)[where]
-    except (SafetensorError, OSError, ValueError) as error:
+        if not isinstance(where, slice):
+            mapped = np.memmap(tensor.path, _NUMPY[tensor.dtype], "r", tensor.begin, tensor.shape)
+            return np.array(mapped[where])
+        row = math.prod(tensor.shape[1:]) * _BITS[tensor.dtype] // 8
+        data = np.empty((where.stop - where.start) * row, np.uint8)
+        left = memoryview(data)
+        with tensor.path.open("rb", buffering=0) as file:
+            file.seek(tensor.begin + where.start * row)
+            while left and (n := file.readinto(left)):
+                left = left[n:]
+        if left:
+            raise OSError(f"it ends {len(left)} bytes too early")
+        return data.view(_NUMPY[tensor.dtype]).reshape(-1, *tensor.shape[1:])
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor} cannot be read ({error}): download the file again") from error
-
-
-def _map_fp8(tensor: TensorInfo) -> np.ndarray:
-    """The library looks up the dtype in NumPy, where bf16 can be registered by name but FP8 is not found."""
-    with tensor.path.open("rb") as file:
-        header = 8 + int.from_bytes(file.read(8), "little")
-    data = np.memmap(tensor.path, np.uint8, "r", header + tensor.begin, tensor.shape)
-    return np.asarray(data).view(ml_dtypes.float8_e4m3fn)
 
 
 def take_inventory(directory: Path) -> Inventory:
@@ -226,7 +236,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a safetensors header that is not a JSON object: download it again")
     header.pop("__metadata__", None)
-    return _check_header(path, header, size - 8 - length)
+    return _check_header(path, header, 8 + length, size)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -238,11 +248,11 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_header(path: Path, header: dict[str, Any], data_bytes: int) -> dict[str, TensorInfo]:
+def _check_header(path: Path, header: dict[str, Any], data_begin: int, size: int) -> dict[str, TensorInfo]:
     """Every tensor's bytes must be as many as its shape needs, and together they must tile the file."""
-    spans = []
+    spans, data_bytes = [], size - data_begin
     for name, entry in header.items():
-        tensor = _tensor_info(path, name, entry)
+        tensor = _tensor_info(path, name, entry, data_begin)
         begin, end = entry["data_offsets"]
         if end - begin != tensor.nbytes:
             raise CheckpointError(
@@ -265,7 +275,7 @@ def _check_header(path: Path, header: dict[str, Any], data_bytes: int) -> dict[s
     return {tensor.name: tensor for _, _, tensor in spans}
 
 
-def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Any, data_begin: int) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         valid = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))
@@ -275,4 +285,4 @@ def _tensor_info(path: Path, name: str, entry: Any) -> TensorInfo:
         raise CheckpointError(f"{path}: tensor {name!r} has a malformed header entry {entry!r}: download it again")
     if dtype not in _BITS:
         raise CheckpointError(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; known: {', '.join(_BITS)}")
-    return TensorInfo(name, dtype, shape, path, begin)
+    return TensorInfo(name, dtype, shape, path, data_begin + begin)

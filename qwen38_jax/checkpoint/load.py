@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen38_jax.checkpoint import names
-from qwen38_jax.checkpoint.accounting import Account, Assignment, take_account
+from qwen38_jax.checkpoint.accounting import Account, Assignment, place_bytes, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_json, read_rows, reject, take_inventory
 from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
 from qwen38_jax.checkpoint.names import Place
@@ -21,8 +23,10 @@ from qwen38_jax.config import ConfigError, ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params, abstract
 from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, quant_tensor
 
-# Largest piece of a tensor on its way to the device, in fp32. What the host holds beside the arrays is a few of these.
-_CHUNK_BYTES = 32 << 20
+# Largest piece of a tensor on its way to the device, in fp32, and how many leaves are loaded at a time. What the host
+# holds beside the arrays is a few pieces for each.
+_CHUNK_BYTES = 16 << 20
+_WORKERS = min(8, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,8 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
       dtype: `float32`, `bfloat16` or `float16`, of parameters stored in floats and of what quantised ones stand for;
         None takes the config's.
 
-    Host memory beyond the arrays themselves stays near 100 MB, whatever the sizes of tensors and files.
+    Host memory beyond the arrays themselves stays near 100 MB a core (of at most 8), whatever the sizes of tensors
+    and files.
 
     Raises:
       CheckpointError: a file or tensor is missing, unexpected, damaged, of a wrong shape or dtype, or of a format not
@@ -70,7 +75,7 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
       ConfigError: `dtype` is none of the three.
     """
     directory = Path(directory)
-    account, hf_config, generation_config = _account(directory, dtype)
+    account, hf_config, generation_config = sound_account(directory, dtype=dtype)
     if account.cfg.tie_word_embeddings:
         _check_tied(account.sources)
     leaves = load_leaves(account)
@@ -91,11 +96,15 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
 
 def loaded_bytes(directory: str | Path, *, dtype: str | None = None) -> int:
     """Bytes that `load_checkpoint` would allocate, told from the headers; raises what that raises before it reads."""
-    return _account(Path(directory), dtype)[0].nbytes
+    return sound_account(directory, dtype=dtype)[0].nbytes
 
 
-def _account(directory: Path, dtype: str | None) -> tuple[Account, dict[str, Any], dict[str, Any]]:
-    """A sound account of a directory, its config.json and its generation_config.json."""
+def sound_account(directory: str | Path, *, dtype: str | None = None) -> tuple[Account, dict[str, Any], dict[str, Any]]:
+    """The account of a directory, its config.json and its generation_config.json, told from the headers.
+
+    Raises what `load_checkpoint` raises before it reads.
+    """
+    directory = Path(directory)
     inventory = take_inventory(directory)
     hf_config, generation_config, cfg = read_config(directory)
     if dtype is not None:
@@ -146,8 +155,24 @@ def _same(a: TensorInfo, b: TensorInfo) -> bool:
 
 
 def load_leaves(account: Assignment) -> list[Weight]:
-    """The parameters of `account.places`, on the default device."""
-    return [_load_place(place, account) for place in account.places]
+    """The parameters of `account.places`, on the default device.
+
+    Several at a time: one reads while another is on its way to the device, and what writes pieces there, a program for
+    each shape, is compiled side by side.
+    """
+    device = jax.config.jax_default_device  # a thread does not inherit it
+
+    def load(place: Place) -> Weight:
+        with jax.default_device(device):
+            return _load_place(place, account)
+
+    pool = ThreadPoolExecutor(_WORKERS)
+    try:
+        largest_first = sorted(account.places, key=lambda place: -place_bytes(place, account.stored))
+        jobs = {place.path: pool.submit(load, place) for place in largest_first}
+        return [jobs[place.path].result() for place in account.places]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _load_place(place: Place, account: Assignment) -> Weight:
