@@ -96,7 +96,8 @@ def test_every_number_of_accepted_rows_of_every_block(decaying):
     for length in range(1, 17):
         block = chain_block(drafts, start.lengths, jnp.arange(16)[None] < length)
         hidden, _, pending = run(params, SMALL, block, start, commit=False)
-        np.testing.assert_allclose(hidden[0, :length], jnp.concatenate(singles)[:length], atol=1e-4, rtol=1e-4)
+        # A wrong row is off by 0.1; rounding alone reaches 2e-4 in a few entries of some draws of the weights.
+        np.testing.assert_allclose(hidden[0, :length], jnp.concatenate(singles)[:length], atol=1e-3)
         for n in range(length + 1):
             state = ACCEPT(pending, jnp.array([n]))
             assert_same_state(FLUSH(state), FLUSH(references[n]))
