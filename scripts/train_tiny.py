@@ -100,7 +100,8 @@ class Plan:
         return sum(stage.steps for stage in self.stages)
 
 
-FULL = Plan(MODEL, (Stage(2048, 32, 6400), Stage(8192, 8, 1700), Stage(16384, 4, 1600)))
+# 21 minutes on one H200 with 8 workers, two of them compiling: 590k tokens a second in rows of 2048, 440k in the longest.
+FULL = Plan(MODEL, (Stage(2048, 32, 8000), Stage(8192, 8, 1200), Stage(16384, 4, 800)))
 SMOKE = Plan(
     dataclasses.replace(MODEL, hidden_size=64, intermediate_size=96, num_hidden_layers=8, dtype="float32"),
     (Stage(256, 4, 30), Stage(512, 2, 10)),

@@ -23,25 +23,28 @@ from qwen38_jax.training.excerpts import Library, log_uniform, make_library
 from qwen38_jax.training.tasks import Conversation, available_tasks, make_conversation, render_pieces
 
 # Shares of all tokens; a task without material leaves its to plain text. Plain text is little, because there is little
-# of it: more would be learned by heart. Half of the rest copies its prompt, with changes or without.
+# of it: more would be learned by heart. Copying is soon learned, changing what is copied is not.
 MIXTURE = {
-    "plain/prose": 0.06,
-    "plain/code": 0.18,
-    "reproduce": 0.13,
+    "plain/prose": 0.02,
+    "plain/code": 0.16,
+    "reproduce": 0.06,
     "copy_string": 0.08,
-    "quote": 0.06,
-    "rename": 0.17,
-    "edit": 0.08,
-    "json": 0.05,
-    "continue": 0.04,
+    "quote": 0.05,
+    "rename": 0.30,
+    "edit": 0.12,
+    "json": 0.04,
+    "continue": 0.03,
     "summarise": 0.015,
     "list_functions": 0.04,
     "needle": 0.03,
-    "fact": 0.015,
-    "write_function": 0.035,
+    "fact": 0.01,
+    "write_function": 0.03,
     "small_talk": 0.015,
 }
 SHORTEST = 64  # tokens of a conversation; the longest fill a row
+SHORT_SHARE = (
+    0.75  # of conversations whose length is drawn so that every octave gets as many tokens; else as many of them
+)
 BLOCK_TOKENS = 1 << 18
 TOKEN_DTYPE, WEIGHT_DTYPE = np.dtype("<u2"), np.dtype("u1")
 
@@ -207,7 +210,7 @@ def _draw_examples(
         batch, planned = [], dict(got)
         while sum(planned.values()) < min(goal, have + 1 + goal / 8):
             task = min(tasks, key=lambda t: planned[t] / MIXTURE[t])
-            tokens = log_uniform(rng, SHORTEST, 0.95 * length)
+            tokens = _draw_length(rng, 0.95 * length)
             batch.append(make_conversation(rng, source.library, task, tokens))
             planned[task] += tokens * scale[task]
             asked[task] += tokens
@@ -218,6 +221,13 @@ def _draw_examples(
             else:
                 counts["dropped"] += 1
     return drawn
+
+
+def _draw_length(rng: random.Random, longest: float) -> int:
+    """Tokens of a conversation. Short ones hold more changes to learn from, long ones more ways to go astray."""
+    if rng.random() < SHORT_SHARE:
+        return round(1 / rng.uniform(1 / longest, 1 / SHORTEST))
+    return log_uniform(rng, SHORTEST, longest)
 
 
 def _first_fit(examples: list[Example], rows: int, length: int) -> list[list[Example]]:

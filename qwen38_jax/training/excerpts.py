@@ -28,6 +28,12 @@ WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]+")
 # Deeper lines would lose the structure of what follows when the excerpt is dedented.
 SHALLOW_LINE, SHALLOW_PARAGRAPH = re.compile(r"\n(?= {0,4}\S)"), re.compile(r"\n\n(?= {0,4}\S)")
 KEPT_WORDS = frozenset(keyword.kwlist) | {"self", "cls", "None", "True", "False"}
+LINES_OF_NAMES = (
+    "{0} = {1}({2}, {3})", "{0}.{1} = {2}", "return {0}[{1}]", "if {0} != {1}:", "for {0} in {1}:", "({0}, {1}) = {2}",
+    "def {0}({1}, {2}=None):", "# {0} and {1}, not {2}", "self.{0}({1}={2})", "print({0}, -{1})", "while not {0}:",
+    "from {0} import {1}", 'assert {0} == "{1}"', "{0}, {1} = {1}, {0}", "class {0}({1}):", 'raise {0}("no {1}")',
+    "yield {0}*{1}", "del {0}[{1}:{2}]", "@{0}.{1}", "{0} += [{1}, {2}]", "'{0}': {1},", "{0} = self.{0}",
+)  # fmt: skip
 ALPHABETS = (
     "0123456789abcdef",
     "0123456789",
@@ -168,6 +174,27 @@ def scramble(rng: random.Random, library: Library, excerpt: Excerpt) -> Excerpt:
         functions=tuple((renaming.get(name, name), "") for name, _ in excerpt.functions),
         identifiers=frozenset(new for old, new in renaming.items() if old in excerpt.identifiers),
     )
+
+
+def crowded_code(rng: random.Random, library: Library, tokens: int) -> Excerpt:
+    """About `tokens` tokens of lines over a handful of names, some of which begin or end like others.
+
+    A name stands in every second line and in all kinds of places, next to names that it must not be taken for.
+    """
+    names = [new_name(rng, library) for _ in range(rng.randint(2, 4))]
+    names += [_similar_name(rng, library, rng.choice(names)) for _ in range(rng.randint(1, 5))]
+    lines, chars, depth = [], 0, 0
+    while chars < tokens * SCRAMBLED_CHARS_PER_TOKEN:
+        lines.append("    " * depth + rng.choice(LINES_OF_NAMES).format(*rng.choices(names, k=4)))
+        chars += len(lines[-1])
+        depth = max(0, min(3, depth + rng.choice((-1, 0, 0, 1)))) if lines else 0
+    return Excerpt("\n".join(lines), "code", identifiers=frozenset(names))
+
+
+def _similar_name(rng: random.Random, library: Library, name: str) -> str:
+    word = rng.choice(library.words)
+    forms = (f"{name}_{word}", f"{word}_{name}", f"{name}s", f"_{name}", f"{name}{rng.randrange(10)}", name.upper())
+    return rng.choice(forms)
 
 
 def new_name(rng: random.Random, library: Library) -> str:

@@ -19,6 +19,7 @@ from qwen38_jax.training.excerpts import (
     SCRAMBLED_CHARS_PER_TOKEN,
     Excerpt,
     Library,
+    crowded_code,
     draw_excerpt,
     log_uniform,
     new_name,
@@ -29,11 +30,13 @@ from qwen38_jax.training.excerpts import (
 
 THINKING_SHARE = 0.4
 SCRAMBLED_SHARE = 0.5
+CROWDED_SHARE = 0.4  # of what is given to rename
+BELOW_SHARE, CHANGED_BELOW_SHARE = 0.5, 0.85  # of documents that stand below the instruction
 SYSTEM_SHARE = 0.12
 SMALL_TALK_FIRST_SHARE = 0.06
 FOLLOW_UP_SHARE = 0.15
 FRAME_TOKENS = 48  # headers, instruction, thought
-EDITED_WEIGHT = 4  # in the loss, of the few lines of a copy that are not in the original: what a change is learned from
+EDITED_WEIGHT = 4  # in the loss, of the few lines of a copy that do not follow the original
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,14 @@ class Question:
 class Task:
     """`source(rng, library, tokens)` gives material of about so many tokens; `ask` returns None where it does not fit.
 
-    `answer_ratio` is the expected length of the answer in excerpts.
+    `answer_ratio` is the expected length of the answer in excerpts. `below` is the share of documents that stand below
+    the instruction: who knows what to change can mark the places while reading.
     """
 
     source: Callable[[random.Random, Library, int], Excerpt]
     ask: Callable[[random.Random, Library, Excerpt, Frame], Question | None]
     answer_ratio: float
+    below: float = BELOW_SHARE
 
 
 @dataclass(frozen=True)
@@ -347,6 +352,15 @@ def _scrambled(source):
     return draw
 
 
+def _crowded(source):
+    """The source, or lines crowded with similar names in a share of the draws."""
+
+    def draw(rng: random.Random, library: Library, tokens: int) -> Excerpt:
+        return (crowded_code if rng.random() < CROWDED_SHARE else source)(rng, library, tokens)
+
+    return draw
+
+
 def _string(rng: random.Random, library: Library, tokens: int) -> Excerpt:
     return random_string(rng, library, log_uniform(rng, 16, max(16, min(512, tokens))))
 
@@ -355,8 +369,8 @@ TASKS: dict[str, Task] = {
     "reproduce": Task(_scrambled(draw_excerpt), _reproduce, 1.0),
     "copy_string": Task(_string, _copy_string, 1.5),
     "quote": Task(_scrambled(draw_excerpt), _quote, 0.3),
-    "rename": Task(_scrambled(_code), _rename, 1.0),
-    "edit": Task(_scrambled(draw_excerpt), _edit, 1.0),
+    "rename": Task(_crowded(_scrambled(_code)), _rename, 1.0, CHANGED_BELOW_SHARE),
+    "edit": Task(_scrambled(draw_excerpt), _edit, 1.0, CHANGED_BELOW_SHARE),
     "json": Task(random_records, _json, 0.7),
     "continue": Task(draw_excerpt, _continue, 0.0),
     "summarise": Task(draw_excerpt, _summarise, 0.1),
@@ -412,7 +426,7 @@ def _draw_question(rng, library, task: str, tokens: int) -> tuple[Excerpt, Frame
     shown = (tokens - FRAME_TOKENS) / (1 + shape.answer_ratio)
     for attempt in range(50):
         excerpt = shape.source(rng, library, int(max(24, shown) * 1.05**attempt))
-        frame = _draw_frame(rng, excerpt)
+        frame = _draw_frame(rng, excerpt, below=rng.random() < shape.below)
         question = shape.ask(rng, library, excerpt, frame)
         if question and _is_clean(question.answer):
             return excerpt, frame, question
@@ -424,8 +438,7 @@ def _is_clean(answer: str) -> bool:
     return bool(answer) and answer == answer.strip()
 
 
-def _draw_frame(rng: random.Random, excerpt: Excerpt, again: bool = False) -> Frame:
-    below = rng.random() < 0.5
+def _draw_frame(rng: random.Random, excerpt: Excerpt, below: bool, again: bool = False) -> Frame:
     phrases = wordings.PHRASES_AGAIN if again else wordings.PHRASES_BELOW if below else wordings.PHRASES_ABOVE
     phrase = rng.choice(phrases).format(noun=rng.choice(wordings.NOUNS[excerpt.kind]))
     fenced = rng.random() < (0.5 if excerpt.kind == "code" else 0.25) and "```" not in excerpt.text
@@ -439,7 +452,7 @@ def _more_turns(rng, library, excerpt: Excerpt, turns: list[tuple[str, Question]
         talk = _small_talk(rng, library, excerpt, None)
         return [(talk.instruction, talk), *turns]
     if how < SMALL_TALK_FIRST_SHARE + FOLLOW_UP_SHARE and follow_up and first.document == excerpt.text:
-        frame = _draw_frame(rng, excerpt, again=True)
+        frame = _draw_frame(rng, excerpt, below=False, again=True)
         question = TASKS[rng.choice(FOLLOW_UPS)].ask(rng, library, excerpt, frame)
         if question and question.document == excerpt.text and _is_clean(question.answer):
             return [*turns, (question.instruction, question)]
@@ -471,10 +484,16 @@ def render_pieces(conversation: Conversation) -> list[tuple[str, int]]:
 
 
 def _weigh_lines(answer: str, asked: str) -> list[tuple[str, int]]:
-    """Cuts an answer that is mostly a copy around the lines that were not there before, which weigh more."""
-    known = set(asked.split("\n"))
-    lines = [(line, line.rstrip("\n") not in known) for line in LINE_START.split(answer)]
-    if 2 * sum(new for _, new in lines) > len(lines):
+    """Cuts an answer that is mostly a copy around the lines that do not follow the line before as they did.
+
+    Those are the lines that were changed or inserted, and the first one after a change or after lines left out.
+    """
+    before = [line.rstrip("\n") for line in LINE_START.split(asked)]
+    known, followed = set(before), set(itertools.pairwise(before))
+    pieces = LINE_START.split(answer)
+    lines = [piece.rstrip("\n") for piece in pieces]
+    changed = [lines[0] not in known, *(pair not in followed for pair in itertools.pairwise(lines))]
+    if 2 * sum(changed) > len(lines):
         return [(answer, 1)]
-    runs = itertools.groupby(lines, key=lambda pair: pair[1])
-    return [("".join(line for line, _ in run), EDITED_WEIGHT if new else 1) for new, run in runs]
+    runs = itertools.groupby(zip(pieces, changed, strict=True), key=lambda pair: pair[1])
+    return [("".join(piece for piece, _ in run), EDITED_WEIGHT if new else 1) for new, run in runs]

@@ -78,16 +78,15 @@ def test_changed_lines_of_a_copy_weigh_more():
     talk = Conversation(
         "rename",
         (
-            {"role": "user", "content": "Rename a to b.\n\nx = 1\n\na = x\ny = 2"},
-            {"role": "assistant", "content": "x = 1\n\nb = x\ny = 2", "reasoning_content": "Only a changes."},
+            {"role": "user", "content": "Rename a to b.\n\nx = 1\nz = x\n\na = x\ny = 2"},
+            {"role": "assistant", "content": "x = 1\nz = x\n\nb = x\ny = 2", "reasoning_content": "Only a changes."},
         ),
         thinking=True,
     )
     assert render_pieces(talk)[1:-1] == [
         ("Only a changes.\n</think>\n\n", 1),
-        ("x = 1\n\n", 1),
-        ("b = x\n", EDITED_WEIGHT),
-        ("y = 2<|im_end|>", 1),
+        ("x = 1\nz = x\n\n", 1),
+        ("b = x\ny = 2<|im_end|>", EDITED_WEIGHT),
     ]
     elsewhere = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!\nHow are you?"})
     assert render_pieces(Conversation("small_talk", elsewhere, thinking=False))[1:-1] == [
