@@ -96,17 +96,18 @@ def test_every_number_of_accepted_rows_of_every_block(decaying):
     for length in range(1, 17):
         block = chain_block(drafts, start.lengths, jnp.arange(16)[None] < length)
         hidden, _, pending = run(params, SMALL, block, start, commit=False)
-        # A wrong row is off by 0.1; rounding alone reaches 2e-4 in a few entries of some draws of the weights.
-        np.testing.assert_allclose(hidden[0, :length], jnp.concatenate(singles)[:length], atol=1e-3)
+        np.testing.assert_allclose(hidden[0, :length], jnp.concatenate(singles)[:length], atol=LOSE)
         for n in range(length + 1):
             state = ACCEPT(pending, jnp.array([n]))
-            assert_same_state(FLUSH(state), FLUSH(references[n]))
+            assert_same_state(FLUSH(state), FLUSH(references[n]), atol=LOSE)
         # The next block finds the same state without a flush, whatever the dropped rows left behind.
         block = next_block.replace(positions=next_block.positions + n)
         after, expected = (run(params, SMALL, block, s, commit=False)[0] for s in (state, references[n]))
-        np.testing.assert_allclose(after, expected, atol=1e-4, rtol=1e-4)
+        np.testing.assert_allclose(after, expected, atol=LOSE)
 
 
+# A wrong row is off by 0.1; rounding alone reaches 3e-4 in a few entries of some draws of the weights.
+LOSE = 1e-3
 ACCEPT, FLUSH = jax.jit(accept), jax.jit(flush)
 
 
