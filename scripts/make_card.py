@@ -34,10 +34,10 @@ INTRODUCTION = """\
 # The small checkpoint of qwen38_jax
 
 {parameters:.1f} M parameters in {dtype}: {layers} layers in groups of {linear} Gated DeltaNet and one gated attention,
-{vocabulary:,} tokens of vocabulary, untied head, MTP head, chat template with thinking on and off, {context:,} tokens of
-context. The architecture is that of Qwen3.8-27B in every respect but size; `transformers` loads the directory as it is.
-It is made for tests, demos and ablations: what it writes is as predictable as its text is. It copies and changes what
-stands in its prompt; it knows nothing but Python's documentation and library source, and not much of that.
+{vocabulary:,} tokens of vocabulary, untied head, MTP head, chat template with thinking on and off, {context:,} tokens
+of context. The architecture is that of Qwen3.8-27B in every respect but size; `transformers` loads the directory as it
+is. It is made for tests, demos and ablations: what it writes is as predictable as its text is. It copies and changes
+what stands in its prompt; it knows nothing but Python's documentation and library source, and not much of that.
 
 ```python
 from qwen38_jax import Engine, Request
@@ -128,22 +128,23 @@ def _measured(record: Mapping[str, Any]) -> str:
     results, settings = record["results"], record["settings"]
     quick = " **A quick run: these figures are of few trials and say little.**" if settings["quick"] else ""
     names = {"reproduce_2k": "2k", "reproduce_6k": "6k"}
-    mixes = [f"{_mix(results[key]['kinds'])} of {name} tokens" for key, name in names.items() if results[key]]
+    mixes = [f"of {name} tokens {_mix(results[key])}" for key, name in names.items() if results[key]]
     return MEASURED.format(
         dtype=settings["dtype"],
         **{name: record[name] for name in ("device", "jax", "python", "command")},
         quick=quick,
         figures=figures_table(results),
         tasks=tasks_table(results),
-        documents=f"The documents: {'; '.join(mixes)}. Longer ones are cut into pieces of whole lines.",
+        documents=f"The documents: {'; '.join(mixes)}; the others are whole lines of longer ones.",
         function_tokens=settings["trials"]["function_tokens"],
         order=results["continuation"]["ngram_order"],
         left=results["rename"]["old_name_left"],
     )
 
 
-def _mix(kinds: Mapping[str, int]) -> str:
-    return " and ".join(f"{n} of {kind}" for kind, n in kinds.items())
+def _mix(figures: Mapping[str, Any]) -> str:
+    kinds = " and ".join(f"{n} of {kind}" for kind, n in figures["kinds"].items())
+    return f"{kinds}, {figures['whole_documents']} of them whole files"
 
 
 def _data(run: Path) -> list[str]:
@@ -203,16 +204,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR", default=SHIPPED_CHECKPOINT, help="default: the one that ships")
-    add(
-        "--run", type=Path, metavar="DIR", default=TRAINING_RUN, help="of its training (experiments/results/train_tiny)"
-    )
-    add(
-        "--records",
-        type=Path,
-        metavar="FILE",
-        default=RECORDS,
-        help="of its measurement (results/tiny_checkpoint.jsonl)",
-    )
+    add("--run", type=Path, metavar="DIR", default=TRAINING_RUN, help="of its training; default: %(default)s")
+    add("--records", type=Path, metavar="FILE", default=RECORDS, help="of its measurement; default: %(default)s")
     args = parser.parse_args(argv)
     try:
         card = make_card(args.checkpoint, args.run, args.records)

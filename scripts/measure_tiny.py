@@ -29,7 +29,7 @@ from qwen38_jax.evaluation.acceptance import Text
 from qwen38_jax.evaluation.answers import answer_all
 from qwen38_jax.evaluation.exam import QUICK, Exam, Trials, draw_exam, jobs
 from qwen38_jax.evaluation.figures import figures_table, tasks_table
-from qwen38_jax.evaluation.held_out import documents_hash, held_out_by
+from qwen38_jax.evaluation.held_out import documents_hash, documents_of
 from qwen38_jax.evaluation.ngram import NGram, train_ngram
 from qwen38_jax.training.bpe import END_OF_TEXT
 from qwen38_jax.training.corpus import Document, load_corpus
@@ -52,21 +52,46 @@ def weights_hash(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def held_out_groups(run: Path) -> set[str] | None:
+def held_out_by(run: Path) -> set[str] | None:
     """The groups of documents that a training run held out, from its data.json; None if it does not say."""
     path = run / "data.json"
     groups = json.loads(path.read_text()).get("held_out") if path.exists() else None
     return None if groups is None else set(groups)
 
 
-def train_baseline(documents: Sequence[Document], checkpoint: Path) -> NGram:
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A checkpoint, and the documents that it was trained on and not trained on.
+
+    `split` says whose word it is that it was not: "the training run's" or "this Python's".
+    """
+
+    checkpoint: Path
+    engine: Engine
+    train: Sequence[Document]
+    held_out: Sequence[Document]
+    split: str
+
+    @classmethod
+    def load(cls, checkpoint: Path, run: Path, stdlib: Path | None, **options: Any) -> "Subject":
+        """`options` are those of `Engine.from_checkpoint`; the other arguments are the script's."""
+        engine, corpus, groups = (
+            Engine.from_checkpoint(checkpoint, **options),
+            load_corpus(root=stdlib),
+            held_out_by(run),
+        )
+        kept = documents_of(corpus.held_out, groups)
+        return cls(checkpoint, engine, corpus.train, kept, "this Python's" if groups is None else "the training run's")
+
+
+def train_baseline(subject: Subject) -> NGram:
     """The n-gram model of the training documents, in the checkpoint's own tokens."""
-    backend = load_tokenizer(checkpoint)
-    texts = LineEncoder(backend)([d.text + END_OF_TEXT for d in documents])
+    backend = load_tokenizer(subject.checkpoint)
+    texts = LineEncoder(backend)([d.text + END_OF_TEXT for d in subject.train])
     return train_ngram(np.concatenate(texts), backend.get_vocab_size(), NGRAM_ORDER)
 
 
-def judge(engine: Engine, exam: Exam, answers: dict[str, list[Text]], trials: Trials, batch: int) -> dict[str, Any]:
+def judge(engine: Engine, exam: Exam, answers: dict[str, list[Text]], batch: int) -> dict[str, Any]:
     """All figures but those that the n-gram model and whole documents are needed for."""
     copied = {
         name: measures.copies(engine.tokenizer, asked, answers[name])
@@ -106,38 +131,32 @@ class Reporter:
         return time.perf_counter() - self._began
 
 
-def measure(args: argparse.Namespace, trials: Trials) -> dict[str, Any]:
+def measure(subject: Subject, trials: Trials, batch: int, seed: int) -> dict[str, Any]:
     """Measures everything; the record."""
-    say = Reporter()
-    engine = Engine.from_checkpoint(args.checkpoint, dtype=args.dtype, max_batch=args.batch)
-    corpus = load_corpus(root=args.stdlib)
-    groups = held_out_groups(args.run)
-    documents = held_out_by(corpus.held_out, groups)
-    say(f"{len(corpus.train)} training documents, {len(documents)} of {len(corpus.held_out)} held out")
-    exam = draw_exam(documents, load_tokenizer(args.checkpoint), trials, args.seed)
+    say, engine = Reporter(), subject.engine
+    exam = draw_exam(subject.held_out, load_tokenizer(subject.checkpoint), trials, seed)
     asked = jobs(exam, engine.tokenizer, trials)
-    flat = iter(answer_all(engine, [job for of in asked.values() for job in of], args.batch, say))
+    flat = iter(answer_all(engine, [job for of in asked.values() for job in of], batch, say))
     answers = {name: [next(flat) for _ in of] for name, of in asked.items()}
-    results = judge(engine, exam, answers, trials, min(args.batch, SCORE_BATCH))
+    results = judge(engine, exam, answers, min(batch, SCORE_BATCH))
     say("judged the answers, read the tasks")
-    results["perplexity"] = perplexities(engine, documents, trials)
+    results["perplexity"] = perplexities(engine, subject.held_out, trials)
     say("scored the documents")
-    baseline = train_baseline(corpus.train, args.checkpoint)
     results["continuation"] = measures.python_bodies(
-        engine.tokenizer, exam.functions, answers["code"], baseline, trials.function_tokens
+        engine.tokenizer, exam.functions, answers["code"], train_baseline(subject), trials.function_tokens
     )
     say("compared with the n-gram model")
     settings = {
-        "checkpoint": args.checkpoint.name,
-        "weights_sha256": weights_hash(args.checkpoint),
+        "checkpoint": subject.checkpoint.name,
+        "weights_sha256": weights_hash(subject.checkpoint),
         "dtype": engine.cfg.dtype,
-        "quick": args.quick,
-        "batch": args.batch,
-        "seed": args.seed,
+        "quick": trials != Trials(),
+        "batch": batch,
+        "seed": seed,
         "trials": dataclasses.asdict(trials),
-        "held_out_documents": len(documents),
-        "held_out_sha256": documents_hash(documents),
-        "split": "this Python's" if groups is None else "the training run's",
+        "held_out_documents": len(subject.held_out),
+        "held_out_sha256": documents_hash(subject.held_out),
+        "split": subject.split,
     }
     return new_record(
         QUESTION,
@@ -165,7 +184,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.checkpoint != SHIPPED_CHECKPOINT:
             parser.error("--checkpoint needs --run: what its training held out is what it may be measured on")
         args.run = TRAINING_RUN
-    record = measure(args, QUICK if args.quick else Trials())
+    subject = Subject.load(args.checkpoint, args.run, args.stdlib, dtype=args.dtype, max_batch=args.batch)
+    print(f"{len(subject.held_out)} held-out documents by {subject.split} split", file=sys.stderr, flush=True)
+    record = measure(subject, QUICK if args.quick else Trials(), args.batch, args.seed)
     append(record)
     print(figures_table(record["results"]), tasks_table(record["results"]), sep="\n\n")
     if args.quick:

@@ -60,7 +60,7 @@ def documents_hash(documents: Iterable[Document]) -> str:
     return digest.hexdigest()[:12]
 
 
-def held_out_by(documents: Iterable[Document], groups: Collection[str] | None) -> list[Document]:
+def documents_of(documents: Iterable[Document], groups: Collection[str] | None) -> list[Document]:
     """The documents whose group a training run held out too; all of them where it did not say which these are (None).
 
     Which files exist, and under which names, depends on the Python version, and the split goes by names: what one
