@@ -75,13 +75,10 @@ class Subject:
     @classmethod
     def load(cls, checkpoint: Path, run: Path, stdlib: Path | None, **options: Any) -> "Subject":
         """`options` are those of `Engine.from_checkpoint`; the other arguments are the script's."""
-        engine, corpus, groups = (
-            Engine.from_checkpoint(checkpoint, **options),
-            load_corpus(root=stdlib),
-            held_out_by(run),
-        )
-        kept = documents_of(corpus.held_out, groups)
-        return cls(checkpoint, engine, corpus.train, kept, "this Python's" if groups is None else "the training run's")
+        engine = Engine.from_checkpoint(checkpoint, **options)
+        corpus, groups = load_corpus(root=stdlib), held_out_by(run)
+        split = "this Python's" if groups is None else "the training run's"
+        return cls(checkpoint, engine, corpus.train, documents_of(corpus.held_out, groups), split)
 
 
 def train_baseline(subject: Subject) -> NGram:

@@ -22,16 +22,16 @@ from qwen38_jax.training.excerpts import Library, new_name, random_token_text
 REPRODUCE = "Repeat the text below exactly."
 COPY = "Copy the string below."
 RENAME = "Rename `{old}` to `{new}` in the file below and return the whole result."
-CONTINUE = "Continue the text below with the next {count} lines."
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A user's message and the answer expected, about a document of that kind (prose, code or string)."""
+    """A user's message and the answer expected, about text of that kind: prose, code or string."""
 
     message: str
     expected: str
     kind: str
+    whole: bool = True  # whether the text is a whole document
     old: str = ""  # the name to be replaced, in a renaming
     new: str = ""
 
@@ -42,6 +42,10 @@ class Excerpt:
 
     document: Document
     text: str
+
+    @property
+    def whole(self) -> bool:
+        return self.text == self.document.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,7 @@ def draw_documents(
 
 def reproductions(chosen: Iterable[Excerpt]) -> list[Question]:
     """Asks for each text as it is."""
-    return [Question(f"{REPRODUCE}\n\n{e.text}", e.text, e.document.kind) for e in chosen]
+    return [Question(f"{REPRODUCE}\n\n{e.text}", e.text, e.document.kind, e.whole) for e in chosen]
 
 
 def renamings(documents: Iterable[Document], library: Library, count: int, rng: random.Random) -> list[Question]:
@@ -155,7 +159,8 @@ def _renaming(excerpt: Excerpt, library: Library, rng: random.Random) -> Questio
     while new in words:
         new = new_name(rng, library)
     renamed = re.sub(rf"\b{old}\b", new, excerpt.text)
-    return Question(f"{RENAME.format(old=old, new=new)}\n\n{excerpt.text}", renamed, "code", old, new)
+    message = f"{RENAME.format(old=old, new=new)}\n\n{excerpt.text}"
+    return Question(message, renamed, "code", excerpt.whole, old, new)
 
 
 def string_copies(

@@ -24,8 +24,11 @@ def copies(tokenizer: Tokenizer, questions: Sequence[Question], answers: Sequenc
     """How far answers are from the right ones, as `answers.compare`; None without any question."""
     if not questions:
         return None
-    kinds = Counter(q.kind for q in questions)
-    return {**compare(answers, [expected_ids(tokenizer, q.expected) for q in questions]), "kinds": dict(kinds)}
+    return {
+        **compare(answers, [expected_ids(tokenizer, q.expected) for q in questions]),
+        "kinds": dict(Counter(q.kind for q in questions)),
+        "whole_documents": sum(q.whole for q in questions),
+    }
 
 
 def renames(tokenizer: Tokenizer, questions: Sequence[Question], answers: Sequence[Text]) -> dict[str, Any] | None:
