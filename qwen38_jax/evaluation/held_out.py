@@ -108,8 +108,10 @@ def _starts_paragraph(lines: list[str], i: int) -> bool:
 
 
 def token_sizes(document: Document, encode: LineEncoder) -> list[int]:
-    """Tokens of each line, its line break included."""
-    return [len(ids) for ids in encode([line + "\n" for line in document.text.split("\n")])]
+    """Tokens of each line, its break included; that of blank lines below it too, which one token may run over."""
+    lines = re.findall(r".+\n+", document.text + "\n")
+    lengths = [len(ids) for ids in encode(lines)]
+    return [n for line, length in zip(lines, lengths, strict=True) for n in [length, *[0] * (line.count("\n") - 1)]]
 
 
 def line_sizes(document: Document) -> list[int]:
