@@ -57,7 +57,8 @@ Greedy, on held-out documents, {dtype}, on {device} with jax {jax} and Python {p
 {figures}
 
 * **Wrong tokens**: the edit distance between the ids of the answer and of the right one, both with the id that ends
-  them. One inserted token is one wrong token. {documents}
+  them. One inserted token is one wrong token.
+  {documents}
 * **Bodies that parse**: a held-out module up to and with a function's header and docstring is continued by
   {function_tokens} tokens. The body ends where a line is dedented; one that is still growing is cut behind its last
   complete statement, found from brackets, quotes and indentation alone. It must hold a statement, and `ast.parse` must
@@ -65,8 +66,7 @@ Greedy, on held-out documents, {dtype}, on {device} with jax {jax} and Python {p
   same prompts.
 * **MTP acceptance**: how often the MTP head's first draft is the token that the model chose, along its own greedy
   answers: to tasks of every family, to the beginnings of held-out prose, and to the modules above.
-* In {left:.0%} of the answers to a renaming the old name was still there somewhere.
-
+{left}
 Questions of every family of tasks, read teacher-forced; a family's answers that are right throughout are those that
 greedy decoding gets exactly right:
 
@@ -135,11 +135,17 @@ def _measured(record: Mapping[str, Any]) -> str:
         quick=quick,
         figures=figures_table(results),
         tasks=tasks_table(results),
-        documents=f"The documents: {'; '.join(mixes)}; the others are whole lines of longer ones.",
+        documents=f"The documents: {'; '.join(mixes)}; the others are lines of longer ones." if mixes else "",
         function_tokens=settings["trials"]["function_tokens"],
         order=results["continuation"]["ngram_order"],
-        left=results["rename"]["old_name_left"],
+        left=_old_names(results["rename"]),
     )
+
+
+def _old_names(renames: Mapping[str, Any] | None) -> str:
+    if renames is None:
+        return ""
+    return f"* **Renames**: in {renames['old_name_left']:.0%} of the answers the old name still stood somewhere.\n"
 
 
 def _mix(figures: Mapping[str, Any]) -> str:

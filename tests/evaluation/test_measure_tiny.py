@@ -15,7 +15,7 @@ FEW = Trials(
     reproduce_2k=0,
     reproduce_6k=0,
     rename=0,
-    copy_256=1,
+    copy_256=0,
     functions=2,
     function_tokens=12,
     module_tokens=200,
@@ -32,20 +32,19 @@ FEW = Trials(
 
 @pytest.fixture(scope="module")
 def record():
-    documents = load_corpus(max_code_bytes=1_000_000)
-    engine = Engine.from_checkpoint(dtype="float32", max_batch=8)
-    subject = Subject(SHIPPED_CHECKPOINT, engine, documents.train[:40], documents.train[40:160], "this Python's")
-    return measure(subject, FEW, batch=8, seed=0)
+    documents = load_corpus(max_code_bytes=1_000_000).train
+    engine = Engine.from_checkpoint(dtype="float32", max_batch=16)
+    subject = Subject(SHIPPED_CHECKPOINT, engine, documents[1::4], documents[::4], "this Python's")
+    return measure(subject, FEW, batch=16, seed=0)
 
 
 def test_record(record):
     settings, results = record["settings"], record["results"]
     assert settings["weights_sha256"] == weights_hash(SHIPPED_CHECKPOINT)
-    assert settings["quick"] and settings["held_out_documents"] == 120
+    assert settings["quick"] and settings["split"] == "this Python's"
     missing = {figure.path.partition(".")[0] for figure in FIGURES if figure.value(results) is None}
-    assert missing == {"reproduce_2k", "reproduce_6k", "rename"}
-    # What this checkpoint has learned: training documents are no riddle, and random tokens are copied.
-    assert results["copy_256"]["median_wrong_tokens"] < 20
+    assert missing == {"reproduce_2k", "reproduce_6k", "rename", "copy_256"}
+    # These documents are training documents, which are no riddle to it.
     assert 1 < results["perplexity"]["code"]["perplexity"] < 60
     assert results["mtp_acceptance"]["chat"]["accepted"] > 0.4
     assert results["tasks"]["reproduce"]["accuracy"] > 0.9
