@@ -33,9 +33,9 @@ FEW = Trials(
 @pytest.fixture(scope="module")
 def record():
     documents = load_corpus(max_code_bytes=1_000_000).train
-    engine = Engine.from_checkpoint(dtype="float32", max_batch=16)
+    engine = Engine.from_checkpoint(dtype="float32", max_batch=4)
     subject = Subject(SHIPPED_CHECKPOINT, engine, documents[1::4], documents[::4], "this Python's")
-    return measure(subject, FEW, batch=16, seed=0)
+    return measure(subject, FEW, batch=4, seed=0)
 
 
 def test_record(record):
