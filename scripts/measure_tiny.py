@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--run", type=Path, metavar="DIR", help="of its training, where data.json says what was held out")
     add("--stdlib", type=Path, metavar="DIR", help="library directory of another Python installation")
     add("--quick", action="store_true", help="few trials: whether it works, not how well")
-    add("--batch", type=int, default=4 if on_cpu else 64, metavar="N", help="answers at once (%(default)s)")
+    add("--batch", type=int, default=4 if on_cpu else 128, metavar="N", help="answers at once (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else the checkpoint's own")
     add("--seed", type=int, default=0, metavar="N", help="of the questions (%(default)s)")
     args = parser.parse_args(argv)

@@ -14,7 +14,8 @@ from qwen38_jax.params import Params
 from qwen38_jax.training.forward import mtp_sequence, sequence_forward
 
 Array = jax.Array
-LEAST_LENGTH = 512  # lengths grow in powers of two from here, so that few programs serve all
+LENGTHS = (512, 2048, 8192, 32768)  # that texts are padded to: few, since each is a program
+REPEATED = 8
 
 
 class Text(NamedTuple):
@@ -60,10 +61,23 @@ def choices(
     return [results[i] for i in range(len(texts))]
 
 
+def repeats(answer: Sequence[int]) -> np.ndarray:
+    """`[n]` bool: tokens that end a stretch of `REPEATED` tokens which the answer has had before.
+
+    A model that has run into a loop is easily drafted for, and says nothing about the drafter.
+    """
+    seen, found = set(), np.zeros(len(answer), bool)
+    for end in range(REPEATED, len(answer) + 1):
+        stretch = tuple(answer[end - REPEATED : end])
+        found[end - 1] = stretch in seen
+        seen.add(stretch)
+    return found
+
+
 def _padded(texts: Sequence[Text], batch: int) -> np.ndarray:
     """`[batch, T]` int32; what is right of a text does not reach it."""
     longest = max(len(t.prompt) + len(t.answer) for t in texts)
-    tokens = np.zeros((batch, max(LEAST_LENGTH, 1 << (longest - 1).bit_length())), np.int32)
+    tokens = np.zeros((batch, next(length for length in LENGTHS if length >= longest)), np.int32)
     for row, text in enumerate(texts):
         ids = (*text.prompt, *text.answer)
         tokens[row, : len(ids)] = ids

@@ -38,7 +38,7 @@ class Figure:
     def write(self, value: float) -> str:
         if self.unit == "share":
             return f"{100 * value:.1f} %"
-        return {"tokens": "{:g} tokens", "points": "{:+.1f} points", "number": "{:.3g}"}[self.unit].format(value)
+        return {"tokens": "{:g}", "points": "{:+.1f} points", "number": "{:.3g}"}[self.unit].format(value)
 
     @property
     def written_target(self) -> str:
@@ -63,6 +63,9 @@ FIGURES = (
     Figure("MTP acceptance at position 1, chat", "mtp_acceptance.chat.accepted", "share", 0.65),
     Figure("MTP acceptance at position 1, prose", "mtp_acceptance.prose.accepted", "share", 0.65),
     Figure("MTP acceptance at position 1, code", "mtp_acceptance.code.accepted", "share", 0.75),
+    Figure("the same where the chat does not repeat itself", "mtp_acceptance.chat.new.accepted", "share"),
+    Figure("the same where the prose does not repeat itself", "mtp_acceptance.prose.new.accepted", "share"),
+    Figure("the same where the code does not repeat itself", "mtp_acceptance.code.new.accepted", "share"),
     Figure("perplexity a token of prose", "perplexity.prose.perplexity", "number"),
     Figure("perplexity a token of code", "perplexity.code.perplexity", "number"),
     Figure("bits a byte of prose", "perplexity.prose.bits_per_byte", "number"),

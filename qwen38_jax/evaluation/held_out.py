@@ -11,7 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from tokenizers import Tokenizer
 
@@ -123,7 +123,7 @@ def spread(found: Iterable[list[Excerpt]], count: int, rng: random.Random) -> li
     found = [list(of_document) for of_document in found]
     rng.shuffle(found)
     rounds = (of[i] for i in range(max(map(len, found), default=0)) for of in found if i < len(of))
-    return [excerpt for excerpt, _ in zip(rounds, range(count), strict=False)]
+    return list(islice(rounds, count))
 
 
 def draw_documents(
@@ -147,9 +147,10 @@ def reproductions(chosen: Iterable[Excerpt]) -> list[Question]:
 
 def renamings(documents: Iterable[Document], library: Library, count: int, rng: random.Random) -> list[Question]:
     """Asks to rename an identifier that occurs at least twice in 90 to 110 lines of a source file, to a new name."""
-    code = [d for d in documents if d.kind == "code"]
-    chosen = spread((excerpts(d, line_sizes(d), 90, 110) for d in code), count, rng)
-    return [question for e in chosen if (question := _renaming(e, library, rng))]
+    found = [excerpts(d, line_sizes(d), 90, 110) for d in documents if d.kind == "code"]
+    chosen = spread(found, sum(map(len, found)), rng)
+    questions = (question for e in chosen if (question := _renaming(e, library, rng)))
+    return list(islice(questions, count))
 
 
 def _renaming(excerpt: Excerpt, library: Library, rng: random.Random) -> Question | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from qwen38_jax.engine import Engine
-from qwen38_jax.evaluation.acceptance import Text, choices
+from qwen38_jax.evaluation.acceptance import Text, choices, repeats
 from qwen38_jax.evaluation.answers import compare
 from qwen38_jax.evaluation.exam import expected_ids
 from qwen38_jax.evaluation.held_out import FunctionStart, Question
@@ -69,10 +69,20 @@ def _parses(tokenizer: Tokenizer, function: FunctionStart, continuation: Sequenc
     return body_parses(function.header, tokenizer.decode(continuation), ended)
 
 
-def acceptance(engine: Engine, answers: Sequence[Text], batch: int) -> dict[str, Any]:
-    """How often the MTP head's first draft is the token that the model then chose, along its own greedy answers."""
+def acceptance(engine: Engine, answers: Sequence[Text], batch: int) -> dict[str, Any] | None:
+    """How often the MTP head's first draft is the token that the model then chose, along its own greedy answers.
+
+    "new": the same where an answer does not repeat itself (see `repeats`). None without a head.
+    """
+    if engine.params.mtp is None:
+        return None
     found = choices(engine.params, engine.cfg, answers, real_vocab_size=engine.tokenizer.vocab_size, batch=batch)
     accepted = np.concatenate([c.head for c in found])
+    new = ~np.concatenate([repeats(a.answer)[1:] for a in answers])
+    return {**_share(accepted), "new": _share(accepted[new])}
+
+
+def _share(accepted: np.ndarray) -> dict[str, Any]:
     return {"accepted": float(accepted.mean()), "positions": len(accepted)}
 
 
