@@ -178,7 +178,7 @@ def _settings(plan: Mapping[str, Any]) -> list[str]:
         return []
     stages = [[f"{value:,}" for value in stage.values()] for stage in plan["stages"]]
     tokens = sum(math.prod(stage.values()) for stage in plan["stages"])
-    plain = [f"{name} {value:g}" for name, value in plan.items() if isinstance(value, int | float)]
+    plain = [f"{name} {value}" for name, value in plan.items() if isinstance(value, int | float | str)]
     return [
         f"{tokens / 1e6:,.0f} M tokens in stages of `steps` batches of `rows` rows of `length` tokens:\n",
         markdown([list(plan["stages"][0]), *stages]) + "\n",

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, islice
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
@@ -22,6 +23,8 @@ from qwen38_jax.training.excerpts import Library, new_name, random_token_text
 REPRODUCE = "Repeat the text below exactly."
 COPY = "Copy the string below."
 RENAME = "Rename `{old}` to `{new}` in the file below and return the whole result."
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +121,9 @@ def line_sizes(document: Document) -> list[int]:
     return [1] * (document.text.count("\n") + 1)
 
 
-def spread(found: Iterable[list[Excerpt]], count: int, rng: random.Random) -> list[Excerpt]:
-    """Up to `count` excerpts from as many documents as there are: the first of each document, then the second, ..."""
-    found = [list(of_document) for of_document in found]
+def spread(found: Sequence[list[T]], count: int, rng: random.Random) -> list[T]:
+    """Up to `count` out of lists, one a document: the first of each in a drawn order, then the second of each, ..."""
+    found = list(found)
     rng.shuffle(found)
     rounds = (of[i] for i in range(max(map(len, found), default=0)) for of in found if i < len(of))
     return list(islice(rounds, count))
