@@ -128,13 +128,23 @@ class Reporter:
         return time.perf_counter() - self._began
 
 
-def measure(subject: Subject, trials: Trials, batch: int, seed: int) -> dict[str, Any]:
-    """Measures everything; the record."""
+def write_failures(path: Path, engine: Engine, exam: Exam, answers: dict[str, list[Text]]) -> None:
+    """One JSON line a wrong answer: where it first went wrong."""
+    with path.open("w", encoding="utf-8") as file:
+        for name, asked in exam.questions.items():
+            for failure in measures.failures(engine.tokenizer, asked, answers[name]):
+                file.write(json.dumps({"figure": name, **failure}, ensure_ascii=False) + "\n")
+
+
+def measure(subject: Subject, trials: Trials, batch: int, seed: int, failures: Path | None = None) -> dict[str, Any]:
+    """Measures everything; the record. `failures` is where wrong answers are shown."""
     say, engine = Reporter(), subject.engine
     exam = draw_exam(subject.held_out, load_tokenizer(subject.checkpoint), trials, seed)
     asked = jobs(exam, engine.tokenizer, trials)
     flat = iter(answer_all(engine, [job for of in asked.values() for job in of], batch, say))
     answers = {name: [next(flat) for _ in of] for name, of in asked.items()}
+    if failures:
+        write_failures(failures, engine, exam, answers)
     results = judge(engine, exam, answers, min(batch, SCORE_BATCH))
     say("judged the answers, read the tasks")
     results["perplexity"] = perplexities(engine, subject.held_out, trials)
@@ -175,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--quick", action="store_true", help="few trials: whether it works, not how well")
     add("--batch", type=int, default=4 if on_cpu else 128, metavar="N", help="answers at once (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else the checkpoint's own")
+    add("--failures", type=Path, metavar="FILE", help="show there where wrong answers go wrong, as JSON lines")
     add("--seed", type=int, default=0, metavar="N", help="of the questions (%(default)s)")
     args = parser.parse_args(argv)
     if args.run is None:
@@ -183,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.run = TRAINING_RUN
     subject = Subject.load(args.checkpoint, args.run, args.stdlib, dtype=args.dtype, max_batch=args.batch)
     print(f"{len(subject.held_out)} held-out documents by {subject.split} split", file=sys.stderr, flush=True)
-    record = measure(subject, QUICK if args.quick else Trials(), args.batch, args.seed)
+    record = measure(subject, QUICK if args.quick else Trials(), args.batch, args.seed, args.failures)
     append(record)
     print(figures_table(record["results"]), tasks_table(record["results"]), sep="\n\n")
     if args.quick:

@@ -14,7 +14,7 @@ from qwen38_jax.params import Params
 from qwen38_jax.training.forward import mtp_sequence, sequence_forward
 
 Array = jax.Array
-LENGTHS = (512, 2048, 8192, 32768)  # that texts are padded to: few, since each is a program
+LENGTHS = (512, 3072, 16384)  # that texts are padded to: few, since each is a program
 REPEATED = 8
 
 

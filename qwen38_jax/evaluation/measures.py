@@ -10,6 +10,7 @@ import numpy as np
 from qwen38_jax.engine import Engine
 from qwen38_jax.evaluation.acceptance import Text, choices, repeats
 from qwen38_jax.evaluation.answers import compare
+from qwen38_jax.evaluation.copying import first_difference
 from qwen38_jax.evaluation.exam import expected_ids
 from qwen38_jax.evaluation.held_out import FunctionStart, Question
 from qwen38_jax.evaluation.ngram import NGram
@@ -29,6 +30,22 @@ def copies(tokenizer: Tokenizer, questions: Sequence[Question], answers: Sequenc
         "kinds": dict(Counter(q.kind for q in questions)),
         "whole_documents": sum(q.whole for q in questions),
     }
+
+
+def failures(
+    tokenizer: Tokenizer, questions: Sequence[Question], answers: Sequence[Text], context: int = 24
+) -> list[dict[str, Any]]:
+    """Where each wrong answer first goes wrong: `context` right tokens before, and as many of both from there on."""
+    wrong = []
+    for question, answer in zip(questions, answers, strict=True):
+        expected = expected_ids(tokenizer, question.expected)
+        at = first_difference(answer.answer, expected)
+        if at is not None:
+            before, right, said = expected[max(0, at - context) : at], expected[at:], answer.answer[at:]
+            texts = {"before": before, "expected": right[:context], "answered": said[:context]}
+            shown = {name: tokenizer.decode(ids, skip_special=False) for name, ids in texts.items()}
+            wrong.append({"token": at, "of": len(expected), "old": question.old, "new": question.new, **shown})
+    return wrong
 
 
 def renames(tokenizer: Tokenizer, questions: Sequence[Question], answers: Sequence[Text]) -> dict[str, Any] | None:

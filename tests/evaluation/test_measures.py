@@ -7,7 +7,7 @@ from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.evaluation.acceptance import Text
 from qwen38_jax.evaluation.exam import expected_ids
 from qwen38_jax.evaluation.held_out import FunctionStart, Question
-from qwen38_jax.evaluation.measures import copies, python_bodies, renames
+from qwen38_jax.evaluation.measures import copies, failures, python_bodies, renames
 from qwen38_jax.evaluation.ngram import train_ngram
 from qwen38_jax.tokenizer import Tokenizer
 from qwen38_jax.training.bpe import END_OF_TEXT
@@ -35,6 +35,14 @@ def test_renames_count_old_names_that_are_left(tokenizer):
     answers = [Text((1,), expected_ids(tokenizer, text)) for text in ("new + older", "old + older")]
     figures = renames(tokenizer, questions, answers)
     assert (figures["exact"], figures["old_name_left"]) == (0.5, 0.5)
+
+
+def test_failures_show_the_first_difference(tokenizer):
+    questions = [Question("", "x = new + 1", "code", old="old", new="new")] * 2
+    answers = [Text((1,), expected_ids(tokenizer, text)) for text in ("x = new + 1", "x = old + 1")]
+    [failure] = failures(tokenizer, questions, answers)
+    assert (failure["before"], failure["token"]) == ("x =", 2)
+    assert failure["expected"] == " new + 1<|im_end|>" and failure["answered"] == " old + 1<|im_end|>"
 
 
 def test_python_bodies(tokenizer):
