@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,16 +149,16 @@ def gptq(
     """
     group = w.shape[-1] if group is None else group
     _check(w, hessian, bits, group)
-    rows, columns = w.shape
+    columns = w.shape[1]
     diagonal = jnp.diagonal(hessian)
     order = jnp.argsort(-diagonal, stable=True) if act_order else jnp.arange(columns)
     coupling, damping = _coupling(hessian, order, damping)
     grid = _Grid(bits, group, symmetric, clip_search, scale_dtype, static=act_order or group == columns)
-    parts = [
-        _quantize_rows(_slice(w, start, size), coupling, diagonal, order, grid=grid)
-        for start, size in _chunks(rows, columns, chunk_rows)
-    ]
-    codes, scales, zeros = jax.tree.map(lambda *chunks: _join(chunks, rows), *parts)
+
+    def rows(w):
+        return _quantize_rows(w, coupling, diagonal, order, grid=grid)
+
+    codes, scales, zeros = map_rows(rows, w, columns, chunk_rows)
     quantised = quant_tensor(codes, scales, zeros, bits=bits, dtype=w.dtype.name)
     error = output_error(w, quantised, hessian, chunk_rows=chunk_rows)
     if not math.isfinite(error):
@@ -170,13 +171,41 @@ def output_error(w: Array, quantised: QuantTensor, hessian: Array, *, chunk_rows
 
     NaN if a weight or a scale is not finite.
     """
-    rows, columns = w.shape
-    parts = [
-        _energies(_slice(w, start, size), _slice_rows(quantised, start, size), hessian)
-        for start, size in _chunks(rows, columns, chunk_rows)
-    ]
-    lost, whole = (np.asarray(_join(chunks, rows), np.float64).sum() for chunks in zip(*parts, strict=True))
+
+    def energies(pair):
+        w, part = pair
+        return _energies(w, part.replace(group_of=quantised.group_of), hessian)
+
+    pair = w, quantised.replace(group_of=None)  # which is no row
+    lost, whole = (np.asarray(t, np.float64).sum() for t in map_rows(energies, pair, w.shape[1], chunk_rows))
     return float(np.sqrt(max(lost, 0) / whole)) if whole != 0 else 0.0
+
+
+def map_rows(function: Callable[[Any], Any], tree: Any, columns: int, chunk_rows: int | None = None) -> Any:
+    """`function`, which treats rows alike, of a pytree of arrays `[N, ...]`: of a chunk of the rows at a time.
+
+    For functions of a matrix `[N, columns]` whose work space would be several times a large matrix. All chunks have one
+    size, so that one program serves them; the last may begin inside the one before it.
+
+    Args:
+      chunk_rows: most rows of a chunk; None takes what makes 512 MB in fp32.
+    """
+    n = len(jax.tree.leaves(tree)[0])
+    most = max(1, _CHUNK_BYTES // (4 * columns)) if chunk_rows is None else chunk_rows
+    count = -(-n // most)
+    size = -(-n // count)
+    parts = [function(_rows(tree, min(i * size, n - size), size)) for i in range(count)]
+    repeated = count * size - n
+
+    def join(*chunks):
+        return jnp.concatenate([*chunks[:-1], chunks[-1][repeated:]])
+
+    return parts[0] if count == 1 else jax.tree.map(join, *parts)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _rows(tree: Any, start: int, size: int) -> Any:
+    return jax.tree.map(lambda t: lax.dynamic_slice_in_dim(t, start, size), tree)
 
 
 def _check(w: Array, hessian: Array, bits: int, group: int) -> None:
@@ -329,32 +358,3 @@ def _energies(w: Array, quantised: QuantTensor, hessian: Array) -> tuple[Array, 
     w = w.astype(jnp.float32)
     error = w - dequantize(quantised, "float32")
     return tuple(jnp.sum(jnp.matmul(t, hessian, precision=_HIGHEST) * t, axis=1) for t in (error, w))
-
-
-# ---- chunks of rows ----
-
-
-def _chunks(rows: int, columns: int, chunk_rows: int | None) -> Iterator[tuple[int, int]]:
-    """Start and size of chunks that cover all rows. All have one size, so that one program serves: the last overlaps."""
-    most = max(1, _CHUNK_BYTES // (4 * columns)) if chunk_rows is None else chunk_rows
-    count = -(-rows // most)
-    size = -(-rows // count)
-    return ((min(i * size, rows - size), size) for i in range(count))
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def _slice(t: Array, start: int, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(t, start, size)
-
-
-def _slice_rows(w: QuantTensor, start: int, size: int) -> QuantTensor:
-    zeros = None if w.zeros is None else _slice(w.zeros, start, size)
-    return w.replace(codes=_slice(w.codes, start, size), scales=_slice(w.scales, start, size), zeros=zeros)
-
-
-def _join(chunks: tuple[Array, ...], rows: int) -> Array:
-    """The chunks of `_chunks` one after the other, without the rows that the last one repeats."""
-    if len(chunks) == 1:
-        return chunks[0]
-    repeated = sum(map(len, chunks)) - rows
-    return jnp.concatenate([*chunks[:-1], chunks[-1][repeated:]])
