@@ -1,7 +1,7 @@
 """Quantises the output head with GPTQ, calibrated on hidden rows that the model itself produced.
 
-    python -m scripts.quantize_head --bits 4 --out my_checkpoint          # the checkpoint that ships
-    python -m scripts.quantize_head --checkpoint DIR --bits 4 --clip-search --calibration prompts.jsonl --out DST
+    python -m scripts.quantize_head --bits 4 8 --group 64 128       # compares, for the checkpoint that ships
+    python -m scripts.quantize_head --checkpoint DIR --weights trained --calibration prompts.jsonl --out DST
 
 The model answers prompts, and the rows from which it chose its answers' tokens are what the head is calibrated on: the
 rows that it reads in use. On other prompts, held out, the head is then compared with the exact one, beside a head that
@@ -174,7 +174,7 @@ def collect(engine: Engine, texts: Iterable[Text]) -> Array:
 
 
 def quantise_both(head: Array, hessian: Hessian, settings: Settings) -> dict[str, QuantTensor]:
-    """The head rounded to nearest ("rtn") and by GPTQ."""
+    """The head rounded to nearest ("rtn") and by GPTQ ("gptq")."""
 
     @jax.jit
     def nearest(w):
@@ -185,21 +185,14 @@ def quantise_both(head: Array, hessian: Hessian, settings: Settings) -> dict[str
 
 
 def compare(
-    engine: Engine, heads: dict[str, QuantTensor], texts: list[Text], shared: dict[str, Any], weights: str
+    engine: Engine, heads: dict[str, QuantTensor], hidden: Array, settings: dict[str, Any], **about: Any
 ) -> list[dict[str, Any]]:
-    """One record a head: how it was made, and how far it is from the exact one on the answers of held-out texts."""
-    hidden = collect(engine, texts)
+    """One record a head: how it was made, and how far it is from the exact one on held-out rows `[rows, H]`."""
     made = []
     for method, head in heads.items():
         difference = compare_heads(engine.params.lm_head, head, hidden, real_vocab_size=engine.tokenizer.vocab_size)
-        record = new_record(
-            QUESTION,
-            weights=weights,
-            settings={"method": method, **shared, "held_out_rows": len(hidden)},
-            results={**dataclasses.asdict(difference), "head_bytes": head.nbytes},
-            prompts=[text.ids[: text.start] for text in texts],
-        )
-        made.append(record)
+        results = {**dataclasses.asdict(difference), "head_bytes": head.nbytes}
+        made.append(new_record(QUESTION, settings={"method": method, **settings}, results=results, **about))
     return made
 
 
@@ -217,7 +210,7 @@ def write(checkpoint: Path, head: QuantTensor, destination: Path) -> None:
     )
 
 
-def check(engine: Engine, checkpoint: Path, settings: Settings) -> None:
+def check(engine: Engine, checkpoint: Path, choices: Sequence[Settings]) -> None:
     """Raises ValueError for what would fail after the long part."""
     head = engine.params.lm_head
     if head is None:
@@ -225,30 +218,43 @@ def check(engine: Engine, checkpoint: Path, settings: Settings) -> None:
     if isinstance(head, QuantTensor):
         raise ValueError(f"the head of {checkpoint} is in {head.bits}-bit integers already: take one that is in floats")
     row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
-    jax.eval_shape(lambda w: quantize(w, settings.bits, settings.group), row)
+    for settings in choices:
+        jax.eval_shape(lambda w, s=settings: quantize(w, s.bits, s.group), row)
 
 
 def run(
-    checkpoint: Path, settings: Settings, calibration: Path | None, tokens: int, weights: str, dtype: str | None
+    checkpoint: Path,
+    choices: Sequence[Settings],
+    calibration: Path | None,
+    tokens: int,
+    *,
+    weights: str,
+    dtype: str | None,
 ) -> tuple[list[dict[str, Any]], QuantTensor]:
-    """Quantises and compares. Returns the records, and the head by GPTQ."""
+    """Quantises and compares in every way chosen. Returns the records, and the head by GPTQ of the last choice."""
     engine = Engine.from_checkpoint(checkpoint, dtype=dtype, max_batch=BATCH)
-    check(engine, checkpoint, settings)
+    check(engine, checkpoint, choices)
     if calibration is None:
         prompts, held_out = default_prompts(checkpoint, tokens)
     else:
         prompts, held_out = file_prompts(calibration, engine)
     hessian = calibrate(engine, answer(engine, prompts, tokens))
-    heads = quantise_both(engine.params.lm_head, hessian, settings)
+    texts = answer(engine, held_out, max(1, tokens // HELD_OUT_SHARE))
+    hidden = collect(engine, texts)
     shared = {
-        **dataclasses.asdict(settings),
         "checkpoint": checkpoint.name,
         "dtype": engine.cfg.dtype,
         "calibration": "default" if calibration is None else calibration.name,
         "calibration_rows": int(hessian.rows),
+        "held_out_rows": len(hidden),
     }
-    texts = answer(engine, held_out, max(1, tokens // HELD_OUT_SHARE))
-    return compare(engine, heads, texts, shared, weights), heads["gptq"]
+    made = []
+    for settings in choices:
+        heads = quantise_both(engine.params.lm_head, hessian, settings)
+        described = {**dataclasses.asdict(settings), **shared}
+        questions = [text.ids[: text.start] for text in texts]
+        made += compare(engine, heads, hidden, described, weights=weights, prompts=questions)
+    return made, heads["gptq"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,25 +262,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="default: the one that ships")
     parser.add_argument("--weights", choices=WEIGHTS, help="what the checkpoint holds; needed with --checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
-    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="default: %(default)s")
-    parser.add_argument("--group", type=int, default=128, metavar="N", help="columns that share a scale (%(default)s)")
+    parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8), default=[4], help="default: 4")
+    parser.add_argument("--group", type=int, nargs="+", default=[128], metavar="N", help="default: 128 columns a scale")
     parser.add_argument("--asymmetric", action="store_true", help="zero points beside the scales")
     parser.add_argument("--act-order", action="store_true", help="columns of largest inputs first")
     parser.add_argument("--clip-search", action="store_true", help="try smaller ranges for every group")
-    parser.add_argument(
-        "--damping", type=float, default=0.01, metavar="X", help="default: %(default)s of the diagonal's mean"
-    )
+    parser.add_argument("--damping", type=float, default=0.01, metavar="X", help="of the diagonal's mean (%(default)s)")
     parser.add_argument("--calibration", default="default", metavar="FILE.jsonl", help="prompts (default: tasks)")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="of answers (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the checkpoint with the new head there")
     args = parser.parse_args(argv)
     if (args.checkpoint is None) != (args.weights is None):
         parser.error("--checkpoint and --weights go together: the checkpoint that ships is trained")
-    settings = Settings(args.bits, args.group, not args.asymmetric, args.act_order, args.clip_search, args.damping)
+    choices = [
+        Settings(bits, group, not args.asymmetric, args.act_order, args.clip_search, args.damping)
+        for bits, group in itertools.product(args.bits, args.group)
+    ]
+    if args.out and len(choices) > 1:
+        parser.error("--out writes one head: give one value of --bits and one of --group")
     checkpoint = args.checkpoint or SHIPPED_CHECKPOINT
     calibration = None if args.calibration == "default" else Path(args.calibration)
+    weights = args.weights or "trained"
     try:
-        made, head = run(checkpoint, settings, calibration, args.tokens, args.weights or "trained", args.dtype)
+        made, head = run(checkpoint, choices, calibration, args.tokens, weights=weights, dtype=args.dtype)
         for record in made:
             append(record)
         print(table(made, COLUMNS))
