@@ -40,7 +40,6 @@ def gptq_record(rows: int, columns: int, calibration_rows: int, repeats: int, **
     x = jax.random.normal(keys[1], (calibration_rows, columns), jnp.bfloat16)
     accumulate = measure(lambda: add_rows(empty_hessian(columns), x), warmup=1, repeats=repeats)
     hessian = add_rows(empty_hessian(columns), x).matrix
-    del x
     reports = []
 
     def quantise():

@@ -122,6 +122,8 @@ def _prompt(record: Any, engine: Engine) -> Prompt:
     engine.encode(request)
     if "output" not in record:
         return Prompt(request)
+    if not isinstance(record["output"], str):
+        raise ValueError(f"output must be a string, got {type(record['output']).__name__}")
     return Prompt(request, tuple(engine.tokenizer.encode(record["output"], parse_special=True)))
 
 
