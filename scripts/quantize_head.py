@@ -119,24 +119,34 @@ def _prompt(record: Any, engine: Engine) -> Prompt:
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     request = Request(**{name: record[name] for name in ("prompt", "messages", "prompt_ids") if name in record})
-    engine.encode(request)
+    asked = len(engine.encode(request))
     if "output" not in record:
         return Prompt(request)
     if not isinstance(record["output"], str):
         raise ValueError(f"output must be a string, got {type(record['output']).__name__}")
-    return Prompt(request, tuple(engine.tokenizer.encode(record["output"], parse_special=True)))
+    known = tuple(engine.tokenizer.encode(record["output"], parse_special=True))
+    if asked + len(known) > engine.cfg.max_position_embeddings:
+        raise ValueError(
+            f"prompt and output have {asked + len(known)} tokens; the model's context is "
+            f"{engine.cfg.max_position_embeddings}"
+        )
+    return Prompt(request, known)
 
 
 # ---- hidden rows ----
 
 
 def answer(engine: Engine, prompts: Iterable[Prompt], tokens: int) -> list[Text]:
-    """Prompts with their answers, as many as together have so many tokens of answers, or all."""
+    """Prompts with their answers, as many as together have so many tokens of answers, or all there are."""
     texts, missing, prompts = [], tokens, iter(prompts)
     while missing > 0 and (batch := list(itertools.islice(prompts, BATCH))):
         for text in _answer_batch(engine, batch):
             texts.append(text)
             missing -= len(text.ids) - text.start
+    if missing == tokens:
+        raise ValueError(
+            f"the answers to {len(texts)} prompts are empty: there are no rows to learn from or to compare"
+        )
     return texts
 
 
@@ -150,26 +160,30 @@ def _answer_batch(engine: Engine, prompts: list[Prompt]) -> Iterator[Text]:
         yield Text(ids[i] + answers.get(i, prompt.answer), len(ids[i]))
 
 
-def answer_rows(engine: Engine, texts: Iterable[Text]) -> Iterator[tuple[Array, Array]]:
-    """Hidden rows `[R, H]`, and which of them `[R]` chose a token of an answer."""
-    for text in texts:
-        # The last token chooses nothing.
-        for first, hidden in enumerate(hidden_chunks(engine.params, engine.cfg, text.ids[:-1])):
-            row = first * CHUNK + jnp.arange(CHUNK)
-            yield hidden, (row >= text.start - 1) & (row < len(text.ids) - 1)
+def answer_rows(engine: Engine, text: Text) -> Iterator[tuple[Array, Array]]:
+    """Hidden rows `[R, H]`, and which of them `[R]` chose a token of the answer."""
+    chunks = hidden_chunks(engine.params, engine.cfg, text.ids[:-1])  # the last token chooses nothing
+    for number, hidden in enumerate(chunks):
+        row = number * CHUNK + jnp.arange(CHUNK)
+        yield hidden, (row >= text.start - 1) & (row < len(text.ids) - 1)
 
 
 def calibrate(engine: Engine, texts: Iterable[Text]) -> Hessian:
     """The second moment of the rows from which the answers' tokens were chosen."""
     hessian = empty_hessian(engine.cfg.hidden_size)
-    for hidden, valid in answer_rows(engine, texts):
-        hessian = add_rows(hessian, hidden, valid)
+    for number, text in enumerate(texts, start=1):
+        try:
+            for hidden, valid in answer_rows(engine, text):
+                hessian = add_rows(hessian, hidden, valid)
+        except ValueError as error:
+            beginning = engine.tokenizer.decode(text.ids[:30], skip_special=False)
+            raise ValueError(f"text {number}, which begins {beginning!r}: {error}") from None
     return hessian
 
 
 def collect(engine: Engine, texts: Iterable[Text]) -> Array:
     """These rows themselves, `[rows, H]`."""
-    return jnp.concatenate([hidden[valid] for hidden, valid in answer_rows(engine, texts)])
+    return jnp.concatenate([hidden[valid] for text in texts for hidden, valid in answer_rows(engine, text)])
 
 
 # ---- the head ----
@@ -280,6 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         Settings(bits, group, not args.asymmetric, args.act_order, args.clip_search, args.damping)
         for bits, group in itertools.product(args.bits, args.group)
     ]
+    if args.tokens < 1:
+        parser.error("--tokens must be at least 1")
     if args.out and len(choices) > 1:
         parser.error("--out writes one head: give one value of --bits and one of --group")
     checkpoint = args.checkpoint or SHIPPED_CHECKPOINT

@@ -148,7 +148,7 @@ def gptq(
         has no Cholesky factor even with a damping of 10.
     """
     group = w.shape[-1] if group is None else group
-    _check(w, hessian, bits, group)
+    _check(w, hessian, bits, group, damping)
     columns = w.shape[1]
     diagonal = jnp.diagonal(hessian)
     order = jnp.argsort(-diagonal, stable=True) if act_order else jnp.arange(columns)
@@ -208,13 +208,15 @@ def _rows(tree: Any, start: int, size: int) -> Any:
     return jax.tree.map(lambda t: lax.dynamic_slice_in_dim(t, start, size), tree)
 
 
-def _check(w: Array, hessian: Array, bits: int, group: int) -> None:
+def _check(w: Array, hessian: Array, bits: int, group: int, damping: float) -> None:
     if w.ndim != 2 or hessian.shape != (w.shape[1], w.shape[1]):
         raise ValueError(f"a matrix {list(w.shape)} and a Hessian {list(hessian.shape)} are not [N, K] and [K, K]")
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}")
     if group < 1 or w.shape[1] % group or w.shape[1] * bits % 8:
         raise ValueError(f"groups of {group} at {bits} bits do not divide rows of {w.shape[1]} values")
+    if not 0 <= damping <= _MOST_DAMPING:
+        raise ValueError(f"damping must be in [0, {_MOST_DAMPING:g}], got {damping}")
     if not jnp.isfinite(hessian).all() or (jnp.diagonal(hessian) < 0).any():
         raise ValueError("the Hessian holds NaN, infinity or a negative second moment: it is not one of activations")
 

@@ -218,6 +218,7 @@ def test_weights_in_bf16():
     [
         ((N, K), (K, K), {"group": 100}, "groups of 100 at 4 bits do not divide rows of 256"),
         ((N, K), (K, K), {"bits": 3}, "bits must be 4 or 8, got 3"),
+        ((N, K), (K, K), {"damping": -0.1}, r"damping must be in \[0, 10\], got -0.1"),
         ((N, K), (K, 128), {}, r"\[35, 256\] and a Hessian \[256, 128\]"),
         ((N, 128), (K, K), {}, r"\[35, 128\] and a Hessian \[256, 256\]"),
         ((2, N, K), (K, K), {}, r"\[2, 35, 256\]"),

@@ -17,6 +17,7 @@ from qwen38_jax.model import logits
 from qwen38_jax.quantization import quantize
 from scripts import quantize_head
 from scripts.quantize_head import (
+    Prompt,
     Settings,
     Text,
     answer,
@@ -74,7 +75,7 @@ def test_rows_are_those_that_chose_the_answer(engine):
     sampling = engine.sampling(temperature=0, max_new_tokens=12, ignore_eos=True)
     [completion] = engine.generate([Request(prompt_ids=ids, sampling=sampling)])
     texts = [Text((*ids, *completion.token_ids), len(ids)), Text((1, 2), 2)]  # the second has no answer
-    chunks = list(answer_rows(engine, texts))
+    chunks = [chunk for text in texts for chunk in answer_rows(engine, text)]
     assert [int(valid.sum()) for _, valid in chunks] == [256 - 249, 12 - 7, 0]
     rows = collect(engine, texts)
     assert rows.shape == (12, 256)
@@ -94,6 +95,19 @@ def test_answers_are_asked_for_until_there_are_enough(engine, prompts, monkeypat
         assert text.ids[: text.start] == tuple(engine.encode(prompt.request))
     assert texts[1].ids[texts[1].start :] == calibration[1].answer
     assert calibration[0].answer is None and 0 < len(texts[0].ids) - texts[0].start <= 16
+    with pytest.raises(ValueError, match="answers to 1 prompts are empty"):
+        answer(engine, [Prompt(Request(prompt="x"), ())], 100)
+
+
+def test_a_text_that_breaks_the_model_is_named(engine):
+    broken = SimpleNamespace(
+        params=engine.params.replace(norm=engine.params.norm.at[3].set(jnp.nan)),
+        cfg=engine.cfg,
+        tokenizer=engine.tokenizer,
+    )
+    text = Text(tuple(engine.tokenizer.encode("def f(x): return x", False)), 2)
+    with pytest.raises(ValueError, match="text 1, which begins 'def f.*activation rows hold NaN"):
+        calibrate(broken, [text])
 
 
 # ---- prompts ----
@@ -118,6 +132,7 @@ def test_every_fifth_prompt_of_a_file_is_held_out(engine, prompts):
         ('{"prompt_ids": [99999]}', "prompts.jsonl:3: prompt id 99999"),
         ('{"prompt": ""}', "prompts.jsonl:3: the prompt is empty"),
         ('{"prompt": "x", "output": 3}', "prompts.jsonl:3: output must be a string, got int"),
+        (json.dumps({"prompt": "x", "output": "a b " * 9000}), "the model's context is 16384"),
         ('{"prompt": "x"}', "prompts.jsonl has 2 prompts"),
     ],
 )
