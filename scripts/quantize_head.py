@@ -26,11 +26,12 @@ import tokenizers
 
 from experiments.harness import WEIGHTS, append, new_record, table
 from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint
+from qwen38_jax.checkpoint.write import require_new
 from qwen38_jax.engine import Engine, Request
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.evaluation.head import compare_heads
 from qwen38_jax.evaluation.hidden import CHUNK, hidden_chunks
-from qwen38_jax.quantization import QuantTensor, quantize
+from qwen38_jax.quantization import QuantTensor, is_quantised, quantize
 from qwen38_jax.quantization.gptq import Hessian, add_rows, empty_hessian, gptq, map_rows
 from qwen38_jax.training.corpus import Corpus, Document, load_corpus
 from qwen38_jax.training.dataset import held_out_tasks
@@ -213,12 +214,13 @@ def compare(
 
 
 def write(checkpoint: Path, head: QuantTensor, destination: Path) -> None:
-    """A copy of the checkpoint, in its own dtype, with the quantised head in place of its own."""
+    """Writes the checkpoint, in its own dtype, with the quantised head in place of its own."""
     source = load_checkpoint(checkpoint)
     export_checkpoint(
         destination,
         source.params.replace(lm_head=head.astype(source.cfg.dtype)),
         source.cfg,
+        draft_head=source.draft_head,
         hf_config=source.hf_config,
         generation_config=source.generation_config,
         prefix=source.prefix,
@@ -231,8 +233,8 @@ def check(engine: Engine, checkpoint: Path, choices: Sequence[Settings]) -> None
     head = engine.params.lm_head
     if head is None:
         raise ValueError(f"{checkpoint} has no head of its own: its embedding is the head (tie_word_embeddings)")
-    if isinstance(head, QuantTensor):
-        raise ValueError(f"the head of {checkpoint} is in {head.bits}-bit integers already: take one that is in floats")
+    if is_quantised(head):
+        raise ValueError(f"the head of {checkpoint} is in integers already: take a checkpoint that has it in floats")
     row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
     for settings in choices:
         jax.eval_shape(lambda w, s=settings: quantize(w, s.bits, s.group), row)
@@ -286,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--damping", type=float, default=0.01, metavar="X", help="of the diagonal's mean (%(default)s)")
     parser.add_argument("--calibration", default="default", metavar="FILE.jsonl", help="prompts (default: tasks)")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="of answers (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the checkpoint with the new head there")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the text model with the new head there")
     args = parser.parse_args(argv)
     if (args.checkpoint is None) != (args.weights is None):
         parser.error("--checkpoint and --weights go together: the checkpoint that ships is trained")
@@ -302,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     calibration = None if args.calibration == "default" else Path(args.calibration)
     weights = args.weights or "trained"
     try:
+        if args.out:
+            require_new(args.out)
         made, head = run(checkpoint, choices, calibration, args.tokens, weights=weights, dtype=args.dtype)
         for record in made:
             append(record)

@@ -6,10 +6,12 @@ import json
 import textwrap
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qwen38_jax.checkpoint import load_checkpoint
 from qwen38_jax.engine import Engine, Request
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.evaluation.head import compare_heads
@@ -29,6 +31,7 @@ from scripts.quantize_head import (
     file_prompts,
     main,
     run,
+    write,
 )
 
 INT4 = Settings(bits=4, group=128, symmetric=True, act_order=False, clip_search=False, damping=0.01)
@@ -175,6 +178,26 @@ def test_heads_are_compared_on_real_ids():
         compare_heads(jnp.asarray(exact), jnp.asarray(other), jnp.zeros((0, 16)), real_vocab_size=40)
 
 
+# ---- the new checkpoint ----
+
+
+def test_only_the_head_differs_in_the_new_checkpoint(tmp_path):
+    before = {path: path.read_bytes() for path in SHIPPED_CHECKPOINT.iterdir()}
+    source = load_checkpoint(SHIPPED_CHECKPOINT)
+    head = quantize(source.params.lm_head.astype(jnp.float32), 4, 128)
+    write(SHIPPED_CHECKPOINT, head, tmp_path / "new")
+    assert {path: path.read_bytes() for path in SHIPPED_CHECKPOINT.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    new = load_checkpoint(tmp_path / "new")
+    assert new.cfg == source.cfg and new.params.lm_head.dtype == "bfloat16"
+    expected = source.params.replace(lm_head=head.astype("bfloat16"))
+    assert jax.tree.structure(new.params) == jax.tree.structure(expected)
+    for got, leaf in zip(jax.tree.leaves(new.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(got, leaf)
+    with pytest.raises(SystemExit, match="new exists and is not an empty directory"):
+        main(["--out", str(tmp_path / "new")])
+
+
 # ---- what is refused before the long part ----
 
 
@@ -182,7 +205,7 @@ def test_heads_are_compared_on_real_ids():
     "change, group, words",
     [
         (lambda p: p.replace(lm_head=None), 128, "has no head of its own"),
-        (lambda p: p.replace(lm_head=quantize(p.lm_head, 8, 128)), 128, "is in 8-bit integers already"),
+        (lambda p: p.replace(lm_head=quantize(p.lm_head, 8, 128)), 128, "is in integers already"),
         (lambda p: p, 100, "groups of 100 at 4 bits do not divide rows of 256"),
     ],
 )
