@@ -170,8 +170,7 @@ def new_directory(destination: str | Path) -> Iterator[Path]:
       CheckpointError: `destination` exists and is not an empty directory.
     """
     destination = Path(destination).absolute()
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise CheckpointError(f"{destination} exists and is not an empty directory: remove it or choose another name")
+    require_new(destination)
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -180,6 +179,12 @@ def new_directory(destination: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def require_new(destination: Path) -> None:
+    """Raises CheckpointError if something is there already, other than an empty directory."""
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise CheckpointError(f"{destination} exists and is not an empty directory: remove it or choose another name")
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:

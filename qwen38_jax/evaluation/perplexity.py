@@ -6,17 +6,14 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.block import chain_block
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.model import forward, logits
+from qwen38_jax.evaluation.hidden import CHUNK, hidden_chunks, state_config
+from qwen38_jax.model import logits
 from qwen38_jax.params import Params, tree_bytes
 from qwen38_jax.sampling import token_logprobs
-from qwen38_jax.state import State, StateConfig, abstract_state, init_state
-
-_CHUNK = 256  # rows scored at a time; a chunk's logits are [256, V] fp32
+from qwen38_jax.state import abstract_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +46,11 @@ def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vo
     for i in token_ids:
         if not 0 <= i < real_vocab_size:
             raise ValueError(f"token id {i} is not in [0, {real_vocab_size - 1}]")
-    ids = np.asarray(token_ids, np.int64)
-    state = init_state(cfg, _sizes(len(ids)))
-    step = _scorer(cfg, real_vocab_size)
-    parts = []
-    for start in range(0, len(ids) - 1, _CHUNK):
-        tokens, valid = np.zeros((2, 1, _CHUNK), np.int32), np.zeros((1, _CHUNK), bool)
-        n = min(_CHUNK, len(ids) - 1 - start)
-        tokens[0, 0, :n], tokens[1, 0, :n] = ids[start : start + n], ids[start + 1 : start + 1 + n]
-        valid[0, :n] = True
-        values, state = step(params, tokens[0], tokens[1], valid, state)
-        parts.append(np.asarray(values)[0, :n])
-    result = Score(tuple(ids.tolist()), tuple(np.concatenate(parts).tolist()))
+    ids = np.asarray(token_ids, np.int32)
+    targets = np.pad(ids[1:], (0, -len(ids[1:]) % CHUNK)).reshape(-1, CHUNK)
+    chunks = zip(targets, hidden_chunks(params, cfg, ids[:-1]), strict=True)
+    values = np.concatenate([_logprobs(params, hidden, row, real_vocab_size) for row, hidden in chunks])
+    result = Score(tuple(ids.tolist()), tuple(values[: len(ids) - 1].tolist()))
     if not all(map(math.isfinite, (*result.logprobs, result.perplexity))):
         raise ValueError("the model gave a log-probability that is not finite: the checkpoint or its dtype is broken")
     if len(ids) > 16 and math.isclose(result.perplexity, real_vocab_size, rel_tol=1e-6):
@@ -70,19 +60,10 @@ def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vo
 
 def score_bytes(cfg: ModelConfig, tokens: int) -> int:
     """Bytes that `score` allocates for its state and for the logits of a chunk, beside the parameters."""
-    return tree_bytes(abstract_state(cfg, _sizes(tokens))) + 3 * 4 * _CHUNK * cfg.vocab_size
+    return tree_bytes(abstract_state(cfg, state_config(tokens))) + 3 * 4 * CHUNK * cfg.vocab_size
 
 
-def _sizes(tokens: int) -> StateConfig:
-    return StateConfig(1, max(512, 1 << (tokens - 1).bit_length()))
-
-
-@functools.cache
-def _scorer(cfg: ModelConfig, real_vocab_size: int):
-    @functools.partial(jax.jit, donate_argnames="state")
-    def step(params: Params, tokens: jax.Array, targets: jax.Array, valid: jax.Array, state: State):
-        hidden, _, state = forward(params, cfg, chain_block(tokens, state.lengths, valid), state, commit=True)
-        values, _, _ = token_logprobs(logits(params, hidden), jnp.asarray(targets), 0, real_vocab_size=real_vocab_size)
-        return values, state
-
-    return step
+@functools.partial(jax.jit, static_argnames="real_vocab_size")
+def _logprobs(params: Params, hidden: jax.Array, targets: jax.Array, real_vocab_size: int) -> jax.Array:
+    values, _, _ = token_logprobs(logits(params, hidden), targets, 0, real_vocab_size=real_vocab_size)
+    return values

@@ -147,9 +147,7 @@ def dequantize(w: Weight, dtype: str | None = None) -> Array:
         group_of = w.group_of if w.group_of.ndim == 1 else w.group_of[..., None, :]
         group_of = jnp.broadcast_to(group_of, codes.shape)
         zeros, scales = (None if t is None else jnp.take_along_axis(t, group_of, -1) for t in (w.zeros, w.scales))
-    if zeros is not None:
-        codes = codes.astype(jnp.int16) - zeros  # 8-bit codes less their zero need 9 bits
-    return (codes.astype(jnp.float32) * scales.astype(jnp.float32)).astype(dtype or w.dtype)
+    return code_values(codes, scales, zeros).astype(dtype or w.dtype)
 
 
 def quantize(
@@ -177,23 +175,51 @@ def quantize(
         raise ValueError(f"bits must be 4 or 8, got {bits}")
     if group < 1 or columns % group or columns * bits % 8:
         raise ValueError(f"groups of {group} at {bits} bits do not divide rows of {columns} values")
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     grouped = w.astype(jnp.float32).reshape(*w.shape[:-1], columns // group, group)
-    zeros = None
+    scales, zeros = fit_grid(grouped, bits, symmetric, scale_dtype)
+    codes = nearest_codes(grouped, scales[..., None], None if zeros is None else zeros[..., None], bits)
+    return quant_tensor(pack(codes.reshape(w.shape), bits), scales, zeros, bits=bits, dtype=w.dtype.name)
+
+
+def fit_grid(
+    values: Array, bits: int, symmetric: bool, scale_dtype: str, shrink: float | Array = 1.0
+) -> tuple[Array, Array | None]:
+    """Scale and zero point of groups of fp32 `values [..., group]`: `[...]` in `scale_dtype`, and int8 or None.
+
+    A `shrink` below 1 clips the range that the codes span to that part of it.
+    """
+    low, high = _code_range(bits)
     if symmetric:
-        largest = jnp.take_along_axis(grouped, jnp.argmax(jnp.abs(grouped), axis=-1, keepdims=True), -1)[..., 0]
-        scales = (largest / low).astype(scale_dtype)
-    else:
-        bottom, top = jnp.minimum(grouped.min(-1), 0), jnp.maximum(grouped.max(-1), 0)
-        scales = ((top - bottom) / (high - low)).astype(scale_dtype)
-    step = scales.astype(jnp.float32)
-    step = jnp.where(step == 0, 1, step)  # a group of zeros
-    codes = jnp.round(grouped / step[..., None])
-    if not symmetric:
-        zeros = jnp.clip(jnp.round(low - bottom / step), low, high)
-        codes, zeros = codes + zeros[..., None], zeros.astype(jnp.int8)
-    codes = jnp.clip(codes, low, high).reshape(w.shape).astype(jnp.int8)
-    return quant_tensor(pack(codes, bits), scales, zeros, bits=bits, dtype=w.dtype.name)
+        largest = jnp.take_along_axis(values, jnp.argmax(jnp.abs(values), axis=-1, keepdims=True), -1)[..., 0]
+        return (shrink * largest / low).astype(scale_dtype), None
+    bottom, top = shrink * jnp.minimum(values.min(-1), 0), shrink * jnp.maximum(values.max(-1), 0)
+    scales = ((top - bottom) / (high - low)).astype(scale_dtype)
+    return scales, jnp.clip(jnp.round(low - bottom / _step(scales)), low, high).astype(jnp.int8)
+
+
+def nearest_codes(values: Array, scales: Array, zeros: Array | None, bits: int) -> Array:
+    """int8 codes whose values are nearest to fp32 `values`; `scales` and `zeros` broadcast against them."""
+    codes = jnp.round(values / _step(scales))
+    if zeros is not None:
+        codes = codes + zeros
+    return jnp.clip(codes, *_code_range(bits)).astype(jnp.int8)
+
+
+def code_values(codes: Array, scales: Array, zeros: Array | None) -> Array:
+    """What int8 `codes` stand for, in fp32: `(codes - zeros) * scales`, which broadcast against them."""
+    if zeros is not None:
+        codes = codes.astype(jnp.int16) - zeros  # 8-bit codes less their zero need 9 bits
+    return codes.astype(jnp.float32) * scales.astype(jnp.float32)
+
+
+def _code_range(bits: int) -> tuple[int, int]:
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def _step(scales: Array) -> Array:
+    """Scales to divide by: 1 for a group of zeros."""
+    scales = scales.astype(jnp.float32)
+    return jnp.where(scales == 0, 1, scales)
 
 
 def unpack(codes: Array, bits: int) -> Array:
