@@ -90,7 +90,7 @@ class Plan:
     peak_rate: float = 3e-3
     final_rate: float = 1e-4
     warmup_steps: int = 200
-    mtp_weight: float = 0.3
+    mtp_weight: float = 0.5
     optimizer: str = "muon"
     seed: int = 0
     max_code_bytes: int | None = None
