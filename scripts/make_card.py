@@ -52,7 +52,8 @@ This page is written by `python -m scripts.make_card`; its numbers come from rec
 MEASURED = """\
 ## Measured
 
-Greedy, on held-out documents, {dtype}, on {device} with jax {jax} and Python {python} (`{command}`).{quick}
+Greedy, {dtype}, on {device} with jax {jax} and Python {python} (`{command}`), about the {held_out_documents} documents
+that are held out by {split} split.{quick}
 
 {figures}
 
@@ -77,10 +78,10 @@ TRAINED = """\
 ## Trained
 
 {steps:,} steps of `scripts/train_tiny.py`; trunk and MTP head together, bf16 with fp32 masters. Loss in nats a
-token at some steps, out of `{log}`, of which `loss.png` beside it is a picture:
+token at some steps, out of `{log}`:
 
 {curve}
-
+{picture}
 On held-out rows, at the end: {held_out}.
 """
 
@@ -95,7 +96,7 @@ def make_card(checkpoint: Path, run: Path, records: Path) -> str:
     Raises CardError if a file is missing or the last record is not of these weights.
     """
     record = _last_record(records, checkpoint)
-    parts = [_introduction(checkpoint), _measured(record), *_data(run), _trained(run)]
+    parts = [_introduction(checkpoint), _measured(record), *_data(run), _trained(run, checkpoint)]
     return "\n".join(parts)
 
 
@@ -130,8 +131,8 @@ def _measured(record: Mapping[str, Any]) -> str:
     names = {"reproduce_2k": "2k", "reproduce_6k": "6k"}
     mixes = [f"of {name} tokens {_mix(results[key])}" for key, name in names.items() if results[key]]
     return MEASURED.format(
-        dtype=settings["dtype"],
         **{name: record[name] for name in ("device", "jax", "python", "command")},
+        **{name: settings[name] for name in ("dtype", "held_out_documents", "split")},
         quick=quick,
         figures=figures_table(results),
         tasks=tasks_table(results),
@@ -186,7 +187,8 @@ def _settings(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _trained(run: Path) -> str:
+def _trained(run: Path, checkpoint: Path) -> str:
+    picture = run / "loss.png"
     try:
         log, held_out = read_log(run / "log.jsonl"), json.loads((run / "held_out.json").read_text())
     except FileNotFoundError as error:
@@ -198,6 +200,7 @@ def _trained(run: Path) -> str:
         steps=log[-1]["step"],
         curve=markdown([["step", *names], *curve]),
         log=f"{_relative(run)}/log.jsonl",
+        picture=f"\n![loss curves]({os.path.relpath(picture, checkpoint)})\n" if picture.exists() else "",
         held_out=", ".join(f"{name} {value:.3f}" for name, value in held_out.items()),
     )
 

@@ -3,6 +3,8 @@
 That these weights load here and in `transformers`, with equal logits, is in `test_parity.py`.
 """
 
+import json
+
 from experiments.harness import read_records
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from scripts.make_card import RECORDS, make_card
@@ -16,3 +18,28 @@ def test_record_is_of_the_weights_that_ship():
 def test_card_is_the_one_made_from_the_record():
     card = (SHIPPED_CHECKPOINT / "README.md").read_text(encoding="utf-8")
     assert card == make_card(SHIPPED_CHECKPOINT, TRAINING_RUN, RECORDS), "run python -m scripts.make_card"
+
+
+def test_card_says_what_the_run_learned_from(tmp_path):
+    plan = {"stages": [{"length": 2048, "rows": 32, "steps": 100}], "peak_rate": 0.003, "optimizer": "muon"}
+    data = {
+        "python": "3.12.1",
+        "mixture": {"plain/code": 0.13, "rename": 0.18},
+        "corpus": {"train/code": {"documents": 1365, "characters": 26505518}},
+        "plan": plan,
+    }
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    (tmp_path / "held_out.json").write_text('{"loss_2048": 2.5}')
+    (tmp_path / "log.jsonl").write_text('{"step": 20, "loss": 8.5}\n{"step": 40, "loss": 7.25}\n')
+    card = make_card(SHIPPED_CHECKPOINT, tmp_path, RECORDS)
+    for text in (
+        "7 M tokens",
+        "| 2,048  | 32   | 100   |",
+        "peak_rate 0.003",
+        "optimizer muon",
+        "| rename       | 18 %",
+    ):
+        assert text in card
+    assert (
+        "| train/code | 1,365     | 26,505,518 |" in card and "| 40   | 7.250 |" in card and "loss_2048 2.500" in card
+    )

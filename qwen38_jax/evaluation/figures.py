@@ -38,7 +38,7 @@ class Figure:
     def write(self, value: float) -> str:
         if self.unit == "share":
             return f"{100 * value:.1f} %"
-        return {"tokens": "{:g}", "points": "{:+.1f} points", "number": "{:.3g}"}[self.unit].format(value)
+        return {"tokens": "{:g}", "points": "{:+.1f} points", "number": "{:,.4g}"}[self.unit].format(value)
 
     @property
     def written_target(self) -> str:

@@ -30,7 +30,7 @@ def test_table():
         "continuation": {"trials": 9, "model": 0.8, "ngram_greedy": 0.5, "ngram_sampled": 0.1, "points_ahead": 30.0},
         "mtp_acceptance": {k: drafts for k in ("chat", "prose", "code")},
         "perplexity": {
-            k: {"perplexity": 12.345, "bits_per_byte": 1.5, "tokens": 10_000, "trials": 3} for k in ("prose", "code")
+            k: {"perplexity": 12.346, "bits_per_byte": 1.5, "tokens": 10_000, "trials": 3} for k in ("prose", "code")
         },
     }
     lines = figures_table(results).split("\n")
@@ -41,4 +41,4 @@ def test_table():
     assert cells["copies 256 random tokens: without an error"] == ["95.0 %", "20 trials", "over 90.0 %", "reached"]
     assert cells["MTP acceptance at position 1, code"][:2] == ["70.0 %", "2,500 positions"]
     assert cells["the same where the code does not repeat itself"] == ["60.0 %", "900 positions", "", ""]
-    assert cells["perplexity a token of prose"] == ["12.3", "10,000 tokens", "", ""]
+    assert cells["perplexity a token of prose"] == ["12.35", "10,000 tokens", "", ""]
