@@ -134,11 +134,11 @@ class Rows:
         """Whether a program may find fewer than all rows of `tile`."""
         return (self.count - 1) % (TOKENS * self.tiles) + 1 < TOKENS * (tile + 1)
 
-    def first(self) -> Array:
+    def first(self) -> Array | int:
         """The first row of this program; outside of loops only, which interpreting cannot ask for their program."""
-        return pl.program_id(1) * MAX_ROWS
+        return pl.program_id(1) * MAX_ROWS if self.chunks > 1 else 0
 
-    def load(self, ref, first: Array, tile: int, word: Array) -> Array:
+    def load(self, ref, first: Array | int, tile: int, word: Array) -> Array:
         """For lane (g, t) the four words from `word + 4 t` on of row g of a tile; zero where there is no row.
 
         word: int32 `[warps, 128]`, multiples of 4, the same for all lanes of a warp.
@@ -152,7 +152,7 @@ class Rows:
 
 
 def store_tiles(
-    out_ref, plan: Schedule, rows: Rows, first: Array, block: Array, slot: Array, last: Array, totals: Loaded
+    out_ref, plan: Schedule, rows: Rows, first: Array | int, block: Array, slot: Array, last: Array, totals: Loaded
 ) -> None:
     """Adds up what the warps of a program have for the same outputs, and writes it to a slot.
 

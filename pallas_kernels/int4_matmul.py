@@ -21,6 +21,7 @@ from pallas_kernels._instructions import HIGHEST, add_scaled, mma_16bit, nibbles
 from pallas_kernels._stream_k import (
     BLOCK,
     TILES,
+    TOKENS,
     Rows,
     Schedule,
     floordiv,
@@ -80,21 +81,15 @@ class Config:
     programs: int
 
 
-def heuristics(shape: tuple[int, int, int], dtype, device: Device) -> Config:
-    """A `Config` for rows, channels and columns `(m, n, k)` of activations of `dtype`.
+def heuristics(shape: tuple[int, int, int], device: Device) -> Config:
+    """A `Config` for rows, channels and columns `(m, n, k)`.
 
-    As many programs as the registers of all processors hold, where that many was also the fastest on an H200.
+    As many programs as the registers of all processors hold at once: 168 of them a thread for up to 16 rows, 255 above.
     """
     m, _, k = shape
-    per_core = {1: 4, 2: 3}.get(_tiles(m), 2)
-    if device.compute_capability >= (9, 0):
-        per_core = min(per_core, 3)
     warps = next(w for w in (4, 2, 1) if k // GROUP % w == 0)
-    return Config(warps=warps, programs=per_core * device.cores * 4 // warps)
-
-
-def _tiles(m: int) -> int:
-    return Rows(m, 0).tiles
+    per_core = 12 if m <= 2 * TOKENS else 8  # warps
+    return Config(warps=warps, programs=per_core * device.cores // warps)
 
 
 @jax.jit
@@ -212,7 +207,7 @@ def int4_matmul(
         return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
     if not m:
         return jnp.zeros((0, weight.n), dtype)
-    config = config or heuristics((m, weight.n, k), x.dtype, current_device())
+    config = config or heuristics((m, weight.n, k), current_device())
     if config.warps not in (1, 2, 4, 8) or k // GROUP % config.warps:
         raise ValueError(f"{config.warps} warps of {GROUP} columns do not divide k = {k}")
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import triton
 
 from pallas_kernels import _instructions as instructions
 from pallas_kernels._call import kernel_call
@@ -25,7 +26,7 @@ def both(function, *operands):
     def kernel(*refs, interpret):
         warp, column = lane_words(WARPS)
         *args, out = (ref.at[warp, column] for ref in refs)
-        out[...] = function(*(a[...] for a in args), interpret=interpret)
+        triton.store(out, function(*map(triton.load, args), interpret=interpret))
 
     def run(interpret):
         call = lambda *a: kernel_call(  # noqa: E731

@@ -52,7 +52,7 @@ def test_equals_float64(name, shape):
     codes, scales, expected = matrix(rng, n, k, scale_dtype)
     weight = pack_int4(codes, scales)
     x = jnp.asarray(rng.normal(size=(m, k)), x_dtype)
-    multiply = multiplier(name, Config(heuristics((m, n, k), x.dtype, RTX_3090).warps, programs))
+    multiply = multiplier(name, Config(heuristics((m, n, k), RTX_3090).warps, programs))
     y = multiply(x, weight)
     assert relative_rms(y, np.asarray(x, np.float64) @ expected.T) < 3e-7
 
@@ -140,5 +140,5 @@ def test_multiplying_refuses():
 def test_heuristics_fit_every_shape(device):
     for shape in MATMULS:
         for m in VERIFY_ROWS:
-            config = heuristics((m, shape.n, shape.k), jnp.bfloat16, device)
+            config = heuristics((m, shape.n, shape.k), device)
             assert config.warps == 4 and config.programs % device.cores == 0
