@@ -16,7 +16,8 @@ channels, and activations are B, eight tokens: the other way round a block of ei
                                                                       +----------+
 
 "Columns t" are two values of 16 bits or four of 8: the t-th pair or quadruple of a half. The order of the columns is
-ours to choose, as long as A and B agree; the packers choose one in which a lane finds its columns side by side.
+ours to choose, as long as A and B agree; the packers (`_packed_matmul`) choose one in which a lane finds its columns
+side by side, and which suits both widths.
 
 Interpreting cannot run assembly. With `interpret=True` a wrapper computes the same words with jnp, so that everything
 around it, packing, addressing, schedule and masks, is tested on any machine. A test on a GPU compares the two.
@@ -101,6 +102,68 @@ def _nibbles_twin(words: Array, index: int, dtype: str) -> Array:
     return lax.bitcast_convert_type(values, jnp.int32).reshape(words.shape)
 
 
+def bytes_to_16bit(words: Array, index: int, dtype: str, *, interpret: bool) -> Array:
+    """The eight signed bytes of words `2 index` and `2 index + 1`, as the four words of an A tile, exactly.
+
+    Bytes 0 and 2 of a word become a word of the tile's first half, bytes 1 and 3 one of its second half.
+
+    Args:
+      words: int32 `[warps, 128]`.
+      dtype: "bfloat16" or "float16", of the result's halves.
+    """
+    if interpret:
+        return _bytes_twin(words, index, dtype)
+    sources = (f"${4 + 2 * index}", f"${5 + 2 * index}")
+    if dtype == "bfloat16":
+        # Below the exponent of 128 the low seven bits are a fraction: 128 + low. The value is low, or low - 128 if the
+        # sign is set, and -128 and -256, the two numbers to add, differ in just the bit where the sign is.
+        convert = """
+            lop3.b32 v, {0}, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, {0}, 0x00800080, 0xc300c300, 0x6a;
+            fma.rn.bf16x2 {1}, v, one, b;"""
+        constants = "mov.b32 one, 0x3f803f80;"
+    else:
+        # 0x6400 | byte = 1024 + byte, of the byte plus 128, which is the byte with its sign turned.
+        convert = "lop3.b32 v, {0}, 0x00ff00ff, 0x64806480, 0x6a; add.rn.f16x2 {1}, v, b;"
+        constants = "mov.b32 b, 0xe480e480;"
+    code = "{ .reg .b32 s, v, b, one; " + constants
+    for row, source in enumerate(sources):
+        code += convert.format(source, f"${row}") + f"shr.u32 s, {source}, 8;" + convert.format("s", f"${2 + row}")
+    return _assembly(code + "}", [words], "int32")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _bytes_twin(words: Array, index: int, dtype: str) -> Array:
+    codes = lax.bitcast_convert_type(_lanes(words)[..., 2 * index : 2 * index + 2], jnp.int8)  # [W, g, t, row, byte]
+    values = codes.reshape(*codes.shape[:-1], 2, 2).astype(dtype)  # byte = 2 * value + half
+    values = values.transpose(0, 1, 2, 5, 3, 4)  # [W, g, t, half, row, value]
+    return lax.bitcast_convert_type(values, jnp.int32).reshape(words.shape)
+
+
+def nibbles_to_bytes(words: Array, index: int, *, interpret: bool) -> Array:
+    """The codes of words `2 index` and `2 index + 1`, as the four words of an A tile of bytes, 16 (code - 8) each.
+
+    The even nibbles of a word are four bytes of row g, the odd ones four of row g + 8.
+    """
+    if interpret:
+        return _nibbles_to_bytes_twin(words, index)
+    first, second = f"${4 + 2 * index}", f"${5 + 2 * index}"
+    # In the high half of a byte a code is 16 code, and turning the highest bit takes 128 away.
+    code = f"""{{
+        .reg .b32 u, v; shl.b32 u, {first}, 4; shl.b32 v, {second}, 4;
+        lop3.b32 $0, u, 0xf0f0f0f0, 0x80808080, 0x6a; lop3.b32 $1, {first}, 0xf0f0f0f0, 0x80808080, 0x6a;
+        lop3.b32 $2, v, 0xf0f0f0f0, 0x80808080, 0x6a; lop3.b32 $3, {second}, 0xf0f0f0f0, 0x80808080, 0x6a;
+    }}"""
+    return _assembly(code, [words], "int32")
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _nibbles_to_bytes_twin(words: Array, index: int) -> Array:
+    pair = _lanes(words)[..., 2 * index : 2 * index + 2]
+    codes = pair[..., None] >> jnp.arange(0, 32, 4) & 15  # [W, g, t, word, nibble]
+    values = (16 * (codes - 8)).astype(jnp.int8).reshape(*pair.shape, 4, 2).swapaxes(-1, -2)
+    return lax.bitcast_convert_type(values, jnp.int32).reshape(words.shape)
+
+
 def mma_16bit(a0: Array, a1: Array, b: Array, c: Array, dtype: str, *, interpret: bool) -> Array:
     """`c + A0 B0 + A1 B1`, 16 columns each, where B0 is words 0 and 1 of `b` and B1 is words 2 and 3.
 
@@ -109,7 +172,7 @@ def mma_16bit(a0: Array, a1: Array, b: Array, c: Array, dtype: str, *, interpret
       c: fp32 `[warps, 128]`.
     """
     if interpret:
-        return _mma_twin([a0, a1], b, c, dtype)
+        return _mma_twin([a0, a1], b, c, dtype, 0)
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{_PTX_TYPE[dtype]}.{_PTX_TYPE[dtype]}.f32"
     code = f"""{{
         .reg .f32 d0, d1, d2, d3;
@@ -122,17 +185,31 @@ def mma_16bit(a0: Array, a1: Array, b: Array, c: Array, dtype: str, *, interpret
 _PTX_TYPE = {"bfloat16": "bf16", "float16": "f16"}
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _mma_twin(tiles: Sequence[Array], b: Array, c: Array, dtype: str) -> Array:
-    """`tiles` are A, each with as many columns as two words of B have rows."""
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _mma_twin(tiles: Sequence[Array], b: Array, c: Array, dtype: str, first: int) -> Array:
+    """`tiles` are A, each with as many columns as two words of B have rows, from pair `first` of them on."""
     wide = jnp.int32 if dtype == "int8" else jnp.float32
     total = _c_tile(c)
-    for i, a in enumerate(tiles):
+    for i, a in enumerate(tiles, start=first):
         product = jnp.einsum(
             "wik,wkj->wij", _a_tile(a, dtype).astype(wide), _b_tile(b, i, dtype).astype(wide), precision=HIGHEST
         )
         total = total + product
     return _c_words(total)
+
+
+def mma_int8(a: Array, b: Array, index: int, c: Array, *, interpret: bool) -> Array:
+    """`c + A B`, 32 columns, where B is words `2 index` and `2 index + 1` of `b`.
+
+    Args:
+      a, b: int32 `[warps, 128]`, four bytes each.
+      c: int32 `[warps, 128]`.
+    """
+    if interpret:
+        return _mma_twin([a], b, c, "int8", index)
+    code = f"""mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32
+        {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{${8 + 2 * index}, ${9 + 2 * index}}}, {{$12, $13, $14, $15}};"""
+    return _assembly(code, [a, b, c], "int32")
 
 
 def add_scaled(c: Array, scales: Array, index: int, total: Array, dtype: str, *, interpret: bool) -> Array:
@@ -148,6 +225,26 @@ def add_scaled(c: Array, scales: Array, index: int, total: Array, dtype: str, *,
         .reg .f32 lo, hi; {_unpack_scales(f"${8 + index}", dtype)}
         fma.rn.f32 $0, $4, lo, $12; fma.rn.f32 $1, $5, lo, $13;
         fma.rn.f32 $2, $6, hi, $14; fma.rn.f32 $3, $7, hi, $15;
+    }}"""
+    return _assembly(code, [c, scales, total], "float32")
+
+
+# A sum of integers that starts here is an fp32 number when read as one: 1.5 * 2^23 plus the sum, if that is below 2^22.
+INTEGER_ZERO = 0x4B400000
+_INTEGER_BIAS = 12582912.0
+
+
+def add_scaled_integers(c: Array, scales: Array, index: int, total: Array, dtype: str, *, interpret: bool) -> Array:
+    """`add_scaled` for int32 `c`, sums that started at `INTEGER_ZERO` and stayed within 2^22 of it."""
+    if interpret:
+        c = lax.bitcast_convert_type(c, jnp.float32) - _INTEGER_BIAS
+        return total + c * _scale_words(scales, index, dtype)
+    code = f"""{{
+        .reg .f32 lo, hi, a, b, c, d; {_unpack_scales(f"${8 + index}", dtype)}
+        mov.b32 a, $4; mov.b32 b, $5; mov.b32 c, $6; mov.b32 d, $7;
+        add.rn.f32 a, a, 0fcb400000; add.rn.f32 b, b, 0fcb400000;
+        add.rn.f32 c, c, 0fcb400000; add.rn.f32 d, d, 0fcb400000;
+        fma.rn.f32 $0, a, lo, $12; fma.rn.f32 $1, b, lo, $13; fma.rn.f32 $2, c, hi, $14; fma.rn.f32 $3, d, hi, $15;
     }}"""
     return _assembly(code, [c, scales, total], "float32")
 

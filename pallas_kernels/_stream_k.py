@@ -28,7 +28,7 @@ Array = jax.Array
 BLOCK = 64  # output channels of a unit: four tiles of an A operand
 TILES = BLOCK // 16
 TOKENS = 8  # of one B operand
-MAX_ROWS = 32  # that one program multiplies: what accumulators there are registers for
+MAX_ROWS = 32  # more accumulators than these have no room in the registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,15 @@ Loaded = tuple[Array, ...]
 def stream_k(
     plan: Schedule,
     load: Callable[[Array, Array], Loaded],
-    multiply: Callable[[Loaded, Loaded], Loaded],
+    multiply: Callable[[Array, Loaded, Loaded], Loaded],
     store: Callable[[Array, Array, Array, Loaded], None],
     zeros: Loaded,
 ) -> None:
     """What one program does.
 
     Args:
-      load: (block, step) -> everything that is read for a unit.
-      multiply: (what was loaded, totals) -> totals.
+      load: (block, step) -> what is read for a unit while the one before is multiplied.
+      multiply: (step, what was loaded, totals) -> totals.
       store: (block, slot, whether it is the block's last, totals).
       zeros: totals to begin with.
     """
@@ -97,8 +97,8 @@ def stream_k(
     def body(unit, carry):
         loaded, totals = carry
         following = load(*position(jnp.minimum(unit + 1, end - 1)))
-        totals = multiply(loaded, totals)
         block, step = position(unit)
+        totals = multiply(step, loaded, totals)
         block_ends = step == plan.steps - 1
 
         def flush(*totals):
@@ -113,47 +113,30 @@ def stream_k(
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of activations: `[count, words]` of 32-bit words, up to `MAX_ROWS` of them a program.
-
-    The programs of the grid's second axis take the rows after those.
-    """
+    """The rows of activations: `[count, words]` of 32-bit words, at most `MAX_ROWS`."""
 
     count: int
     words: int
 
     @property
     def tiles(self) -> int:
-        """B operands that a program needs."""
-        return -(-min(self.count, MAX_ROWS) // TOKENS)
+        """B operands that they are."""
+        return -(-self.count // TOKENS)
 
-    @property
-    def chunks(self) -> int:
-        return -(-self.count // MAX_ROWS)
-
-    def is_ragged(self, tile: int) -> bool:
-        """Whether a program may find fewer than all rows of `tile`."""
-        return (self.count - 1) % (TOKENS * self.tiles) + 1 < TOKENS * (tile + 1)
-
-    def first(self) -> Array | int:
-        """The first row of this program; outside of loops only, which interpreting cannot ask for their program."""
-        return pl.program_id(1) * MAX_ROWS if self.chunks > 1 else 0
-
-    def load(self, ref, first: Array | int, tile: int, word: Array) -> Array:
+    def load(self, ref, tile: int, word: Array) -> Array:
         """For lane (g, t) the four words from `word + 4 t` on of row g of a tile; zero where there is no row.
 
         word: int32 `[warps, 128]`, multiples of 4, the same for all lanes of a warp.
         """
         column = lane_words(word.shape[0])[1]
-        row = floordiv(column, 16) + (first + TOKENS * tile)
+        row = floordiv(column, 16) + TOKENS * tile
         place = ref.at[row * self.words + (word + remainder(column, 16))]
-        if self.is_ragged(tile):
+        if TOKENS * (tile + 1) > self.count:
             return triton.load(place, mask=row < self.count, other=0)
         return triton.load(place)
 
 
-def store_tiles(
-    out_ref, plan: Schedule, rows: Rows, first: Array | int, block: Array, slot: Array, last: Array, totals: Loaded
-) -> None:
+def store_tiles(out_ref, plan: Schedule, rows: Rows, block: Array, slot: Array, last: Array, totals: Loaded) -> None:
     """Adds up what the warps of a program have for the same outputs, and writes it to a slot.
 
     Whoever ends a block also clears the slots that no program uses there.
@@ -176,7 +159,7 @@ def store_tiles(
     lane, word = floordiv(word, 4), remainder(word, 4)
     tile_row, token_tile = floordiv(tile, rows.tiles), remainder(tile, rows.tiles)
     channel = block * BLOCK + tile_row * 16 + floordiv(lane, 4) + 8 * floordiv(word, 2)
-    token = first + token_tile * TOKENS + 2 * remainder(lane, 4) + remainder(word, 2)
+    token = token_tile * TOKENS + 2 * remainder(lane, 4) + remainder(word, 2)
     mask = (token < rows.count) & (tile < len(totals))
 
     channels = plan.blocks * BLOCK
@@ -191,9 +174,9 @@ def lane_words(warps: int) -> tuple[Array, Array]:
     return tuple(lax.broadcasted_iota(jnp.int32, (warps, 128), axis) for axis in (0, 1))
 
 
-def sum_slots(partial: Array, dtype) -> Array:
+def sum_slots(partial: Array) -> Array:
     """`[slots, M, N]` -> `[M, N]`."""
-    return jnp.sum(partial, axis=0).astype(dtype)
+    return jnp.sum(partial, axis=0)
 
 
 # Triton follows divisibility and contiguity of addresses, which make wide loads, through its division and remainder;

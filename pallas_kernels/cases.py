@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import int4_matmul as int4
+from pallas_kernels import int8_matmul as int8
 from pallas_kernels.device import Device
-from pallas_kernels.shapes import MATMULS, VERIFY_ROWS, Matmul
+from pallas_kernels.shapes import BATCH_ROWS, MATMULS, VERIFY_ROWS, Matmul
 
 Array = jax.Array
+
+GROUP = 128  # columns that share a scale
 # How many layers to stack, given how many the model has and the bytes that a call reads of one.
 Layers = Callable[[int, int], int]
 
@@ -57,32 +60,40 @@ class Case:
 
 def all_cases(device: Device, layers: Layers = lambda layers, nbytes: layers) -> Iterator[Case]:
     """Cases with the configs that are chosen for `device`; by default with as many layers as the model has."""
-    for shape in MATMULS:
-        for rows in VERIFY_ROWS:
-            yield _int4_matmul(shape, rows, device, layers)
+    for bits, activation_bits in ((4, 16), (4, 8), (8, 16), (8, 8)):
+        for shape in MATMULS:
+            for rows in VERIFY_ROWS if activation_bits == 16 else BATCH_ROWS:
+                yield _packed_matmul(bits, activation_bits, shape, rows, device, layers)
 
 
-def _int4_matmul(shape: Matmul, rows: int, device: Device, layers: Layers) -> Case:
+def _packed_matmul(bits: int, activation_bits: int, shape: Matmul, rows: int, device: Device, layers: Layers) -> Case:
+    module = int4 if bits == 4 else int8
+    pack, multiply, reference = (
+        (int4.pack_int4, int4.int4_matmul, int4.int4_matmul_reference)
+        if bits == 4
+        else (int8.pack_int8, int8.int8_matmul, int8.int8_matmul_reference)
+    )
     n, k = shape.n, shape.k
-    weight_bytes = n * k // 2 + n * k // int4.GROUP * 2
+    weight_bytes = n * k * bits // 8 + n * k // GROUP * 2
     stack = layers(shape.layers, weight_bytes)
 
     def make(key):
         keys = jax.random.split(key, 3)
-        codes = jax.random.bits(keys[0], (stack, n, k // 2), jnp.uint8)
-        scales = jax.random.uniform(keys[1], (stack, n, k // int4.GROUP), jnp.bfloat16, -0.02, 0.02)
-        return jax.random.normal(keys[2], (rows, k), jnp.bfloat16), int4.pack_int4(codes, scales)
+        codes = jax.random.bits(keys[0], (stack, n, k * bits // 8), jnp.uint8)
+        scales = jax.random.uniform(keys[1], (stack, n, k // GROUP), jnp.bfloat16, -0.02, 0.02)
+        return jax.random.normal(keys[2], (rows, k), jnp.bfloat16), pack(codes, scales)
 
+    config = module.heuristics((rows, n, k), activation_bits, device)
     return Case(
-        "int4_matmul",
+        f"w{bits}a{activation_bits}",
         shape.name,
         rows,
         stack,
         make,
-        functools.partial(int4.int4_matmul, config=int4.heuristics((rows, n, k), device)),
-        int4.int4_matmul_reference,
+        functools.partial(multiply, activation_bits=activation_bits, config=config),
+        functools.partial(reference, activation_bits=activation_bits),
         nbytes=weight_bytes + 2 * rows * (n + k),
         operations=2 * rows * n * k,
-        tolerance=4e-3,
+        tolerance=4e-3,  # of rounding the result to bf16
         together=True,
     )

@@ -1,11 +1,9 @@
-"""Few rows of activations times a matrix of 4-bit integers with a scale for every 128 columns (W4A16).
+"""Few rows of activations times a matrix of 4-bit integers with a scale for every 128 columns: W4A16 and W4A8.
 
     y[m, n] = sum_k x[m, k] * code[n, k] * scale[n, k // 128]
 
-At up to 32 rows the time is that of reading the matrix, so everything serves the stream of weights: it is packed in the
-order in which lanes consume it, so that a warp reads 4 KB in a row and no value moves between lanes; the tensor cores
-take weights as their A operand; and the schedule keeps every processor busy to the end (`_stream_k`). Codes become
-bf16 or fp16 values exactly. A group's products are summed in fp32 and then scaled, so no scale is ever rounded.
+Codes become bf16 or fp16 values exactly, or bytes; the products of a group are summed before they are scaled, in fp32
+or as integers, so no scale is ever rounded. How it is made fast: `_packed_matmul`.
 """
 
 import dataclasses
@@ -14,31 +12,26 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton
 
-from pallas_kernels._call import kernel_call
-from pallas_kernels._instructions import HIGHEST, add_scaled, mma_16bit, nibbles_to_16bit
-from pallas_kernels._stream_k import (
-    BLOCK,
-    TILES,
-    TOKENS,
-    Rows,
-    Schedule,
-    floordiv,
-    lane_words,
-    remainder,
-    schedule,
-    store_tiles,
-    stream_k,
-    sum_slots,
+from pallas_kernels._instructions import nibbles_to_16bit, nibbles_to_bytes
+from pallas_kernels._packed_matmul import (
+    Config,
+    Format,
+    Packed,
+    choose,
+    pack_scales,
+    packed_matmul,
+    pad_channels,
+    reference_matmul,
+    select,
+    unpack_scales,
 )
-from pallas_kernels.device import Device, current_device
+from pallas_kernels._stream_k import TILES
+from pallas_kernels.device import Device
 
 Array = jax.Array
 
-GROUP = 128  # columns that share a scale, and columns of a unit
-_LOADS = 8  # arrays [warps, 128] that hold a unit's codes: its four row tiles for either half of the columns
-_DEQUANTIZE_ABOVE = 128  # rows from which writing the matrix out in 16 bits once is cheaper than reading it again
+GROUP = 128  # columns that share a scale
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "scales"], meta_fields=["n", "scale_dtype"])
@@ -64,33 +57,6 @@ class Int4Weight:
         """The leading axes."""
         return self.words.shape[:-5]
 
-    @property
-    def nbytes(self) -> int:
-        return self.words.nbytes + self.scales.nbytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the matrix is cut up; any choice gives the same product, but for the order of its additions.
-
-    warps: of a program. Each takes its own 128 of `128 * warps` columns; must divide k / 128.
-    programs: that share the matrix.
-    """
-
-    warps: int
-    programs: int
-
-
-def heuristics(shape: tuple[int, int, int], device: Device) -> Config:
-    """A `Config` for rows, channels and columns `(m, n, k)`.
-
-    As many programs as the registers of all processors hold at once: 168 of them a thread for up to 16 rows, 255 above.
-    """
-    m, _, k = shape
-    warps = next(w for w in (4, 2, 1) if k // GROUP % w == 0)
-    per_core = 12 if m <= 2 * TOKENS else 8  # warps
-    return Config(warps=warps, programs=per_core * device.cores // warps)
-
 
 @jax.jit
 def pack_int4(codes: Array, scales: Array) -> Int4Weight:
@@ -104,8 +70,8 @@ def pack_int4(codes: Array, scales: Array) -> Int4Weight:
         channel   g + 8   g       g + 8   g       g + 8   g       g + 8   g        with
         column    c + 3   c + 3   c + 1   c + 1   c + 2   c + 2   c       c        c = 32 (j // 2) + 8 t + 4 (j % 2)
 
-    Two nibbles 16 bits apart are the two values of one word of an operand, so that a shift and a mask make it. And a
-    lane's columns, over j and the bits, are 8 t to 8 t + 7 of 32: the eight activations that it reads at once.
+    Two nibbles 16 bits apart are the two values of one word of an operand of 16 bits, and every other nibble is a byte
+    of one of 8 bits, so that a shift and a mask make either.
 
     Args:
       codes: uint8 `[..., N, K / 2]`, each a code plus 8, the even column in the low half.
@@ -124,25 +90,14 @@ def pack_int4(codes: Array, scales: Array) -> Int4Weight:
         raise ValueError(f"scales must be float16 or bfloat16, got {scales.dtype}; cast them")
     if list(scales.shape) != [*stack, n, k // GROUP]:
         raise ValueError(f"scales must be {[*stack, n, k // GROUP]} for these codes, got {list(scales.shape)}")
-    padding = [(0, 0)] * len(stack) + [(0, -n % BLOCK), (0, 0)]
-    codes = jnp.pad(codes, padding, constant_values=0x88)
-    scales = jnp.pad(scales, padding)
 
-    codes = jnp.stack([codes & 15, codes >> 4], axis=-1)
+    codes = _nibbles(pad_channels(codes, 0x88))
     # channel: block, r, + 8, g; column: group, h, j // 2, t, j % 2, + 2, + 1
     codes = codes.reshape(-1, TILES, 2, 8, k // GROUP, 2, 2, 4, 2, 2, 2)
     codes = codes.transpose(0, 4, 5, 1, 3, 7, 6, 8, 10, 9, 2).astype(jnp.uint32)
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape(2, 2, 2)
-    words = jnp.sum(codes << shifts, axis=(-3, -2, -1), dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32)
-
-    pairs = scales.reshape(-1, TILES, 2, 8, k // GROUP).transpose(0, 4, 3, 1, 2)  # block, group, g, r, + 8
-    return Int4Weight(
-        words.reshape(*stack, -1, k // GROUP, 2, TILES, 128),
-        lax.bitcast_convert_type(pairs, jnp.int32).reshape(*stack, -1, k // GROUP, 8, TILES),
-        n=n,
-        scale_dtype=scales.dtype.name,
-    )
+    words = jnp.sum(codes << _shifts(), axis=(-3, -2, -1), dtype=jnp.uint32)
+    words = lax.bitcast_convert_type(words, jnp.int32).reshape(*stack, -1, k // GROUP, 2, TILES, 128)
+    return Int4Weight(words, pack_scales(pad_channels(scales)), n, scales.dtype.name)
 
 
 @jax.jit
@@ -150,28 +105,44 @@ def unpack_int4(weight: Int4Weight) -> tuple[Array, Array]:
     """Codes uint8 `[..., N, K / 2]` and scales `[..., N, K / 128]`, as `pack_int4` took them."""
     stack, n, k = weight.stack, weight.n, weight.k
     words = lax.bitcast_convert_type(weight.words, jnp.uint32).reshape(-1, k // GROUP, 2, TILES, 8, 4, 2, 2)
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape(2, 2, 2)
-    codes = (words[..., None, None, None] >> shifts & 15).astype(jnp.uint8)
+    codes = (words[..., None, None, None] >> _shifts() & 15).astype(jnp.uint8)
     # back from: block, group, h, r, g, t, j // 2, j % 2, + 1, + 2, + 8
     codes = codes.transpose(0, 3, 10, 4, 1, 2, 6, 5, 7, 9, 8).reshape(*stack, -1, k // 2, 2)[..., :n, :, :]
-    pairs = lax.bitcast_convert_type(weight.scales, weight.scale_dtype).reshape(-1, k // GROUP, 8, TILES, 2)
-    scales = pairs.transpose(0, 3, 4, 2, 1).reshape(*stack, -1, k // GROUP)[..., :n, :]
-    return codes[..., 0] | codes[..., 1] << 4, scales
+    scales = unpack_scales(weight.scales, weight.scale_dtype)
+    return codes[..., 0] | codes[..., 1] << 4, scales[..., :n, :]
 
 
 def dequantize_int4(weight: Int4Weight, dtype) -> Array:
     """The matrix `[..., N, K]`: code times scale in fp32, then cast."""
     codes, scales = unpack_int4(weight)
-    codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     scales = jnp.repeat(scales.astype(jnp.float32), GROUP, axis=-1)
-    return ((codes.astype(jnp.float32) - 8) * scales).astype(dtype)
+    return ((_nibbles(codes).astype(jnp.float32) - 8) * scales).astype(dtype)
 
 
-def int4_matmul_reference(x: Array, weight: Int4Weight, layer: Array | int | None = None, *, out_dtype=None) -> Array:
-    """What `int4_matmul` must equal, in fp32."""
-    matrix = dequantize_int4(_select(weight, layer), jnp.float32)
-    product = jnp.matmul(x.astype(jnp.float32), matrix.T, precision=HIGHEST)
-    return product.astype(out_dtype or x.dtype)
+def _nibbles(codes: Array) -> Array:
+    """`[..., width]` bytes -> `[..., 2 width]`, the low half of each first."""
+    return jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+
+
+def _shifts() -> Array:
+    """Of the nibbles of a word: for column + 1, + 2, channel + 8."""
+    return jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape(2, 2, 2)
+
+
+def _operands_16bit(codes, q, dtype, *, interpret):
+    return tuple(nibbles_to_16bit(codes[0], 2 * q + j, dtype, interpret=interpret) for j in range(2))
+
+
+def _operand_int8(codes, q, *, interpret):
+    return nibbles_to_bytes(codes[0], q, interpret=interpret)
+
+
+FORMAT = Format(columns=128, arrays=1, operands_16bit=_operands_16bit, operand_int8=_operand_int8, int8_factor=16)
+
+
+def heuristics(shape: tuple[int, int, int], activation_bits: int, device: Device) -> Config:
+    """A `Config` for rows, channels and columns `(m, n, k)`."""
+    return choose(FORMAT, shape, activation_bits, device)
 
 
 def int4_matmul(
@@ -179,6 +150,7 @@ def int4_matmul(
     weight: Int4Weight,
     layer: Array | int | None = None,
     *,
+    activation_bits: int = 16,
     out_dtype=None,
     config: Config | None = None,
     interpret: bool = False,
@@ -193,6 +165,8 @@ def int4_matmul(
       weight: `[N, K]`; matrices that share an input are best packed as one.
       layer: which matrix of a stack `[layers, N, K]`, an int32 scalar that a loop may count: the kernel finds the
         matrix itself, where a slice would be copied first. None if there is no stack.
+      activation_bits: 16, or 8 to round each row of `x` to bytes with a scale of its own, for which
+        tensor cores are at least twice as fast: it matters from about 16 rows on. Past 128 rows it is always 16.
       out_dtype: of the result; default `x.dtype`.
       config: default `heuristics` of the current device.
       interpret: see `kernel_call`.
@@ -200,119 +174,23 @@ def int4_matmul(
     Raises:
       ValueError: shapes, dtypes, layer or config do not fit the matrix.
     """
-    m, k = _check(x, weight, layer)
-    dtype = jnp.dtype(out_dtype or x.dtype)
-    if m > _DEQUANTIZE_ABOVE:
-        matrix = dequantize_int4(_select(weight, layer), x.dtype)
-        return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
-    if not m:
-        return jnp.zeros((0, weight.n), dtype)
-    config = config or heuristics((m, weight.n, k), current_device())
-    if config.warps not in (1, 2, 4, 8) or k // GROUP % config.warps:
-        raise ValueError(f"{config.warps} warps of {GROUP} columns do not divide k = {k}")
-
-    rows = Rows(m, k // 2)
-    plan = schedule(weight.words.shape[-5], k // (GROUP * config.warps), config.programs)
-    channels = plan.blocks * BLOCK
-    partial = kernel_call(
-        functools.partial(
-            _kernel,
-            plan=plan,
-            rows=rows,
-            warps=config.warps,
-            dtype=x.dtype.name,
-            scale_dtype=weight.scale_dtype,
-            interpret=interpret,
-        ),
-        [
-            jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
-            lax.bitcast_convert_type(x.reshape(m, k // 2, 2), jnp.int32).reshape(-1),
-            weight.words.reshape(*(weight.stack or (1,)), -1),
-            weight.scales.reshape(*(weight.stack or (1,)), -1),
-        ],
-        jax.ShapeDtypeStruct((plan.slots * m * channels,), jnp.float32),
-        name="int4_matmul",
-        grid=(plan.programs, rows.chunks),
-        num_warps=config.warps,
+    packed = Packed(weight.words, weight.scales, weight.n, weight.k, GROUP, weight.scale_dtype, weight.stack)
+    return packed_matmul(
+        x,
+        packed,
+        FORMAT,
+        layer,
+        lambda: dequantize_int4(select(weight, layer), x.dtype),
+        activation_bits=activation_bits,
+        out_dtype=out_dtype,
+        config=config,
         interpret=interpret,
     )
-    return sum_slots(partial.reshape(plan.slots, m, channels)[..., : weight.n], dtype)
 
 
-def _kernel(
-    layer_ref,
-    x_ref,
-    words_ref,
-    scales_ref,
-    out_ref,
-    *,
-    plan: Schedule,
-    rows: Rows,
-    warps: int,
-    dtype: str,
-    scale_dtype: str,
-    interpret: bool,
-):
-    layer = layer_ref[0]
-    groups = plan.steps * warps
-    first = rows.first()
-    warp, column = lane_words(warps)
-    scale_column = floordiv(column, 16) * TILES + remainder(column, 4)
-
-    def load(block, step):
-        group = step * warps + warp
-        x = [
-            rows.load(x_ref, first, tile, group * 64 + (32 * half + 16 * quarter))
-            for half in range(2)
-            for quarter in range(2)
-            for tile in range(rows.tiles)
-        ]
-        unit = block * groups + group
-        words = [
-            triton.load(words_ref.at[layer, unit * 1024 + (128 * i + column)], eviction_policy="evict_first")
-            for i in range(_LOADS)
-        ]
-        scales = triton.load(scales_ref.at[layer, unit * 32 + scale_column])
-        return (*x, *words, scales)
-
-    def multiply(loaded, totals):
-        *x, scales = loaded
-        x, words = x[:-_LOADS], x[-_LOADS:]
-        sums = []
-        for r in range(TILES):
-            products = [jnp.zeros((warps, 128), jnp.float32)] * rows.tiles
-            for half in range(2):
-                a = [nibbles_to_16bit(words[half * TILES + r], j, dtype, interpret=interpret) for j in range(4)]
-                for quarter in range(2):
-                    for tile in range(rows.tiles):
-                        b = x[(2 * half + quarter) * rows.tiles + tile]
-                        products[tile] = mma_16bit(
-                            a[2 * quarter], a[2 * quarter + 1], b, products[tile], dtype, interpret=interpret
-                        )
-            for tile in range(rows.tiles):
-                total = totals[r * rows.tiles + tile]
-                sums.append(add_scaled(products[tile], scales, r, total, scale_dtype, interpret=interpret))
-        return tuple(sums)
-
-    def store(block, slot, last, totals):
-        store_tiles(out_ref, plan, rows, first, block, slot, last, totals)
-
-    zeros = tuple(jnp.zeros((warps, 128), jnp.float32) for _ in range(TILES * rows.tiles))
-    stream_k(plan, load, multiply, store, zeros)
-
-
-def _select(weight: Int4Weight, layer: Array | int | None) -> Int4Weight:
-    return weight if layer is None else jax.tree.map(lambda leaf: leaf[layer], weight)
-
-
-def _check(x: Array, weight: Int4Weight, layer: Array | int | None) -> tuple[int, int]:
-    """Rows and columns of `x`."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"x must be bfloat16 or float16, got {x.dtype}; cast it")
-    if x.ndim != 2 or x.shape[1] != weight.k:
-        raise ValueError(f"x must be [M, {weight.k}] for this matrix [{weight.n}, {weight.k}], got {list(x.shape)}")
-    if len(weight.stack) != (layer is not None):
-        raise ValueError(f"a stack of matrices {list(weight.stack)} takes a layer; one matrix takes none; got {layer}")
-    if isinstance(layer, int) and not 0 <= layer < weight.stack[0]:
-        raise ValueError(f"layer {layer} is not in [0, {weight.stack[0] - 1}]")
-    return x.shape
+def int4_matmul_reference(
+    x: Array, weight: Int4Weight, layer: Array | int | None = None, *, activation_bits: int = 16, out_dtype=None
+) -> Array:
+    """What `int4_matmul` must equal for up to 128 rows, in fp32."""
+    matrix = dequantize_int4(select(weight, layer), jnp.float32)
+    return reference_matmul(x, matrix, activation_bits, out_dtype)

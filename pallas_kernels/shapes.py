@@ -64,3 +64,4 @@ class GatedDeltaNet(NamedTuple):
 GATED_DELTA_NET = GatedDeltaNet("gated_delta_net", 16, 48, 128, 128, 4, 48)
 
 VERIFY_ROWS = (1, 8, 16, 32)
+BATCH_ROWS = (16, 32)  # where activations of 8 bits pay: long blocks, and many sequences at once

@@ -73,7 +73,7 @@ class Kernel:
     spilled: int  # bytes
     shared_memory: int  # bytes
     threads: int
-    programs: int  # of the grid
+    programs: int  # along the first axis of the grid; further axes come after each other
 
     @property
     def resident(self) -> int:
@@ -115,7 +115,7 @@ def read_dump(dump: Path, case: Case, device: Device) -> list[Kernel]:
     """The custom kernels of a compiled case, assembled."""
     [sequence] = dump.glob(f"*.jit_{case.name}.thunk_sequence.txt")
     launches = {
-        name: (int(np.prod([int(n) for n in grid.split(",")])), int(threads.split(",")[0]), int(shared))
+        name: (int(grid.split(",")[0]), int(threads.split(",")[0]), int(shared))
         for name, grid, threads, shared in re.findall(
             r"kCustomKernel.*\] (\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)",
             sequence.read_text(),

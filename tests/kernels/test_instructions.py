@@ -55,8 +55,27 @@ def halves(seed, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nibbles(dtype):
     for index in range(4):
+        real, twin = both(lambda w, i=index, **kw: instructions.nibbles_to_16bit(w, i, dtype, **kw), words(index))
+        np.testing.assert_array_equal(real, twin)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bytes(dtype):
+    for index in range(2):
+        real, twin = both(lambda w, index=index, **kw: instructions.bytes_to_16bit(w, index, dtype, **kw), words(index))
+        np.testing.assert_array_equal(real, twin)
+
+
+def test_nibbles_to_bytes():
+    for index in range(2):
+        real, twin = both(lambda w, index=index, **kw: instructions.nibbles_to_bytes(w, index, **kw), words(index))
+        np.testing.assert_array_equal(real, twin)
+
+
+def test_mma_int8():
+    for index in range(2):
         real, twin = both(
-            lambda w, index=index, **kw: instructions.nibbles_to_16bit(w, index, dtype, **kw), words(index)
+            lambda a, b, c, index=index, **kw: instructions.mma_int8(a, b, index, c, **kw), *map(words, range(3))
         )
         np.testing.assert_array_equal(real, twin)
 
@@ -77,6 +96,20 @@ def test_add_scaled(dtype):
         real, twin = both(
             lambda c, s, t, index=index, **kw: instructions.add_scaled(c, s, index, t, dtype, **kw),
             c,
+            halves(2, dtype),
+            total,
+        )
+        np.testing.assert_allclose(real, twin, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_add_scaled_integers(dtype):
+    sums = jax.random.randint(jax.random.key(0), (WARPS, 128), -(2**21), 2**21) + instructions.INTEGER_ZERO
+    total = jax.random.normal(jax.random.key(1), (WARPS, 128))
+    for index in range(4):
+        real, twin = both(
+            lambda c, s, t, index=index, **kw: instructions.add_scaled_integers(c, s, index, t, dtype, **kw),
+            sums,
             halves(2, dtype),
             total,
         )

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels._stream_k import Rows, schedule
+from pallas_kernels._stream_k import schedule
 
 
 @given(st.integers(1, 50), st.integers(1, 40), st.integers(1, 300))
@@ -22,11 +22,3 @@ def test_programs_share_the_units_evenly(blocks, steps, programs):
 def test_too_many_units_for_32_bits():
     with pytest.raises(ValueError, match="overflow 32 bits"):
         schedule(1 << 16, 1 << 8, 1 << 8)
-
-
-@given(st.integers(1, 200))
-def test_only_ragged_tiles_are_masked(count):
-    rows = Rows(count, 0)
-    for tile in range(rows.tiles):
-        firsts = [chunk * 32 + 8 * tile for chunk in range(rows.chunks)]
-        assert rows.is_ragged(tile) == any(first + 8 > count for first in firsts)
