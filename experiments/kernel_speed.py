@@ -53,10 +53,19 @@ def time_read(nbytes: int, layers: int) -> float:
     return time_call(lambda stack, layer: jnp.sum(stack[layer]), (stack,), layers, nbytes / 2e12).median
 
 
-def time_call(function: Callable[..., Any], arguments: tuple, layers: int, estimate: float, repeats: int = 7) -> Timing:
+def time_call(
+    function: Callable[..., Any],
+    arguments: tuple,
+    layers: int,
+    estimate: float,
+    repeats: int = 7,
+    advance: Callable[[tuple, Any], tuple] = lambda arguments, result: arguments,
+) -> Timing:
     """Seconds that `function(*arguments, layer)` takes on the device.
 
-    estimate: roughly the same, to choose the length of a loop.
+    Args:
+      estimate: roughly the same, to choose the length of a loop.
+      advance: see `Case`.
     """
     count = max(2 * layers, int(LOOP_SECONDS / estimate))
 
@@ -64,9 +73,13 @@ def time_call(function: Callable[..., Any], arguments: tuple, layers: int, estim
     def loop(arguments, count):
         # A result depends on the turn, so none can be left out; and its length is known, which a loop that asks the
         # host at every turn would take 30 us to find out.
+        def turn(i, carry):
+            result = function(*carry[0], lax.rem(i, layers))
+            return advance(carry[0], result), result
+
         result = jax.eval_shape(lambda *a: function(*a, 0), *arguments)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
-        return lax.fori_loop(0, count, lambda i, _: function(*arguments, lax.rem(i, layers)), nothing)
+        return lax.fori_loop(0, count, turn, (arguments, nothing))
 
     short, long = (measure(loop, arguments, n, repeats=repeats) for n in (count, 3 * count))
     seconds = (np.array(long.seconds) - short.median) / (2 * count)
@@ -87,7 +100,7 @@ def case_record(case: Case, rate: float, repeats: int) -> dict[str, Any]:
     error = relative_rms(case, arguments)
     if not error <= case.tolerance:
         raise SystemExit(f"error: {case.name} is wrong: relative rms {error:.2e}, allowed {case.tolerance:.0e}")
-    timing = time_call(case.function, arguments, case.layers, case.nbytes / rate, repeats)
+    timing = time_call(case.function, arguments, case.layers, case.nbytes / rate, repeats, case.advance)
     del arguments
     return new_record(
         QUESTION,

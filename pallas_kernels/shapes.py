@@ -25,13 +25,16 @@ MATMULS = (
     Matmul("gate_up", 2 * INTERMEDIATE, HIDDEN, 64),
     Matmul("down", HIDDEN, INTERMEDIATE, 64),
     Matmul("attention_qkv", 2 * 24 * 256 + 2 * 4 * 256, HIDDEN, 16),  # queries and gates, keys, values
-    Matmul("attention_out", HIDDEN, 24 * 256, 16),
     Matmul("linear_qkvz", 2 * 16 * 128 + 2 * 48 * 128, HIDDEN, 48),  # queries, keys, values, gates
-    Matmul("linear_out", HIDDEN, 48 * 128, 48),
+    Matmul("mixer_out", HIDDEN, 6144, 64),  # of 24 heads of 256, or 48 of 128
     Matmul("mtp_fc", HIDDEN, 2 * HIDDEN, 1),
     Matmul("lm_head", VOCABULARY, HIDDEN, 1),
     Matmul("draft_head", DRAFT_VOCABULARY, HIDDEN, 1),
 )
+
+
+# Where 8 bits are worth their bytes.
+INT8_MATMULS = tuple(shape for shape in MATMULS if shape.name in ("gate_up", "down", "lm_head", "draft_head"))
 
 
 class Attention(NamedTuple):
@@ -47,6 +50,8 @@ class Attention(NamedTuple):
 
 FULL_ATTENTION = Attention("full_attention", 24, 4, 256, 64, 16)
 DRAFTER_ATTENTION = Attention("dflash2_attention", 32, 8, 128, 64, 5)
+DRAFTER_WINDOW = 2048
+CONTEXTS = (1536, 25600, 131072)
 
 
 class GatedDeltaNet(NamedTuple):

@@ -4,14 +4,15 @@
     bash scripts/compile_kernels.sh --only int4
 
 For each kernel: registers a thread, bytes spilled, shared memory of a program, and how many programs that leaves room
-for on a processor. Fails if a kernel spills, takes more shared memory than an RTX 3090 has for one program, or counts
-on all of its programs running at once although they do not fit.
+for on a processor. Fails if a kernel spills, takes more shared memory than there is, or counts on all of its
+programs running at once although they do not fit.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
 import importlib.util
+import math
 import multiprocessing
 import os
 import re
@@ -30,9 +31,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.cases import Case, all_cases
 from pallas_kernels.device import H200, RTX_3090, Device
 
-SHARED_MEMORY_LIMIT = 101_376  # bytes a program may have on compute capability 8.6
-REGISTERS, SHARED_MEMORY = 65_536, {(8, 6): 102_400, (9, 0): 233_472}  # of a processor
+# Of a processor, by compute capability; of its shared memory CUDA takes one KB for itself from every program.
+REGISTERS = 65_536
+SHARED_MEMORY = {(8, 6): 102_400, (9, 0): 233_472}
 THREADS = {(8, 6): 1536, (9, 0): 2048}
+CUDA_SHARED_MEMORY = 1024
 
 # What XLA asks a GPU for, in its own text form. JAX looks the kind of device up by name and does not know the 3090:
 # an A10 has the same compute capability.
@@ -50,7 +53,7 @@ def target_config(device: Device) -> str:
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {THREADS[major, minor]}
           shared_memory_per_block: 49152 shared_memory_per_core: {SHARED_MEMORY[major, minor]}
-          shared_memory_per_block_optin: {SHARED_MEMORY[major, minor] - 1024}
+          shared_memory_per_block_optin: {SHARED_MEMORY[major, minor] - CUDA_SHARED_MEMORY}
           core_count: {device.cores} fpus_per_core: 128 clock_rate_ghz: {clock}
           block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
           thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -66,32 +69,35 @@ def target_config(device: Device) -> str:
 class Kernel:
     """What the assembler made of one kernel."""
 
-    case: Case
+    case: str
     name: str
     device: Device
-    registers: int
+    registers: int  # of a thread
     spilled: int  # bytes
     shared_memory: int  # bytes
     threads: int
-    programs: int  # along the first axis of the grid; further axes come after each other
+    grid: tuple[int, ...]
+    together: bool  # see `Case`
 
     @property
     def resident(self) -> int:
         """Programs that fit on a processor; registers are given to a warp by the 256."""
-        registers = -(-self.registers * 32 // 256) * 256 * (self.threads // 32)
-        shared_memory = self.shared_memory + 1024  # CUDA keeps one KB for itself
         capability = self.device.compute_capability
+        registers = -(-self.registers * 32 // 256) * 256 * (self.threads // 32)
         return min(
-            REGISTERS // registers, SHARED_MEMORY[capability] // shared_memory, THREADS[capability] // self.threads
+            REGISTERS // registers,
+            SHARED_MEMORY[capability] // (self.shared_memory + CUDA_SHARED_MEMORY),
+            THREADS[capability] // self.threads,
         )
 
     @property
     def faults(self) -> list[str]:
         faults = [f"spills {self.spilled} bytes"] if self.spilled else []
-        if self.shared_memory > SHARED_MEMORY_LIMIT:
-            faults.append(f"takes {self.shared_memory} bytes of shared memory, more than {SHARED_MEMORY_LIMIT}")
-        if self.case.together and self.programs > (most := self.resident * self.device.cores):
-            faults.append(f"has {self.programs} programs, but only {most} run at once")
+        if not self.resident:
+            faults.append(f"takes {self.shared_memory} bytes of shared memory, more than there are")
+        most = self.resident * self.device.cores
+        if self.together and math.prod(self.grid) > most:
+            faults.append(f"has {math.prod(self.grid)} programs, but only {most} run at once")
         return faults
 
 
@@ -115,7 +121,7 @@ def read_dump(dump: Path, case: Case, device: Device) -> list[Kernel]:
     """The custom kernels of a compiled case, assembled."""
     [sequence] = dump.glob(f"*.jit_{case.name}.thunk_sequence.txt")
     launches = {
-        name: (int(grid.split(",")[0]), int(threads.split(",")[0]), int(shared))
+        name: (tuple(int(n) for n in grid.split(",")), int(threads.split(",")[0]), int(shared))
         for name, grid, threads, shared in re.findall(
             r"kCustomKernel.*\] (\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+)",
             sequence.read_text(),
@@ -126,8 +132,10 @@ def read_dump(dump: Path, case: Case, device: Device) -> list[Kernel]:
         entries = re.findall(r"\.entry (\w+)", ptx.read_text())
         if len(entries) == 1 and entries[0] in launches and not re.search(r"fusion|^wrapped", entries[0]):
             registers, spilled = assemble(ptx, device.compute_capability)
-            programs, threads, shared = launches[entries[0]]
-            kernels.append(Kernel(case, entries[0], device, registers, spilled, shared, threads, programs))
+            grid, threads, shared = launches[entries[0]]
+            kernels.append(
+                Kernel(case.name, entries[0], device, registers, spilled, shared, threads, grid, case.together)
+            )
     if not kernels:
         raise RuntimeError(f"{case.name}: no kernel in {sequence}")
     return kernels
@@ -159,19 +167,25 @@ def compile_for(device: Device, only: str, rows: Sequence[int]) -> list[Kernel]:
             if only in case.name and (not rows or case.rows in rows):
                 compile_case(case, mesh)
                 kernels += read_dump(Path(directory), case, device)
-                for file in Path(directory).iterdir():
-                    file.unlink()
         return kernels
 
 
 def table(kernels: Sequence[Kernel]) -> str:
-    head = f"| {'case':36} | {'kernel':24} | for | registers | spilled | shared memory | threads | programs | fit |"
-    rows = [
-        f"| {k.case.name:36} | {k.name:24} | {'{}.{}'.format(*k.device.compute_capability)} | {k.registers:9} "
-        f"| {k.spilled:7} | {k.shared_memory:13} | {k.threads:7} | {k.programs:8} | {k.resident:3} |"
+    head = ("case", "kernel", "for", "registers", "spilled", "shared memory", "threads", "programs", "fit")
+    rows = [head] + [
+        (
+            k.case,
+            k.name,
+            "{}.{}".format(*k.device.compute_capability),
+            *map(str, (k.registers, k.spilled, k.shared_memory, k.threads)),
+            " x ".join(str(n) for n in k.grid if n > 1) or "1",
+            str(k.resident),
+        )
         for k in kernels
     ]
-    return "\n".join([head, re.sub(r"[^|]", "-", head), *rows])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kernels = [kernel for job in jobs for kernel in job.result()]
     print(table(kernels))
     print(f"{len(kernels)} kernels in {time.perf_counter() - began:.0f} s")
-    faults = [f"{k.case.name}: {k.name} for {k.device.name} {fault}" for k in kernels for fault in k.faults]
+    faults = [f"{k.case}: {k.name} for {k.device.name} {fault}" for k in kernels for fault in k.faults]
     if faults or not kernels:
         sys.exit("\n".join(["error: kernels that would not run well:", *faults]) if faults else "error: no such case")
 

@@ -13,18 +13,14 @@ IMPLEMENTATIONS = (
     pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")]),
 )
 
-# An interpreted kernel is a program of thousands of small operations that runs once: compiling it is what takes long.
+# Programs of up to thousands of small operations that run once: compiling them is what takes long.
 _COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 def implementation(name, kernel, reference, **options):
     """The operation as one jitted function of arrays; `options` are the kernel's alone, such as its config."""
-    if name == "reference":
-        return jax.jit(reference)
-    if name == "gpu":
-        return jax.jit(functools.partial(kernel, **options))
-    quickly = _COMPILE_QUICKLY if jax.default_backend() == "cpu" else {}
-    return jax.jit(functools.partial(kernel, **options, interpret=True), compiler_options=quickly)
+    function = reference if name == "reference" else functools.partial(kernel, **options, interpret=name == "interpret")
+    return jax.jit(function, compiler_options=_COMPILE_QUICKLY if jax.default_backend() == "cpu" else {})
 
 
 def relative_rms(actual, expected) -> float:
