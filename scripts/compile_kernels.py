@@ -1,7 +1,7 @@
 """Compiles every kernel at its true shapes for GPUs that this machine does not have, and checks what came out.
 
     bash scripts/compile_kernels.sh            installs the compilers, then runs this
-    bash scripts/compile_kernels.sh --only int4
+    bash scripts/compile_kernels.sh --only w4a16_down --all
 
 For each kernel: registers a thread, bytes spilled, shared memory of a program, and how many programs that leaves room
 for on a processor. Fails if a kernel spills, takes more shared memory than there is, or counts on all of its
@@ -153,7 +153,22 @@ def assemble(ptx: Path, capability: tuple[int, int]) -> tuple[int, int]:
     return int(re.search(r"Used (\d+) registers", result.stderr)[1]), spilled
 
 
-def compile_for(device: Device, only: str, rows: Sequence[int]) -> list[Kernel]:
+def choose(cases: Sequence[Case], only: str, everything: bool) -> list[Case]:
+    """Cases with `only` in their name; of those that differ in their shape alone the first and the last.
+
+    Shapes are constants in the code of a kernel and change little of it, but for stacks past 2^32 bytes, whose
+    addresses take 64 bits: the first shapes have such stacks.
+    """
+    chosen = [case for case in cases if only in case.name]
+    if everything:
+        return chosen
+    alike = {}
+    for case in chosen:
+        alike.setdefault((case.kernel, case.rows), []).append(case)
+    return [case for group in alike.values() for case in dict.fromkeys((group[0], group[-1]))]
+
+
+def compile_for(device: Device, only: str, everything: bool) -> list[Kernel]:
     """Everything for one device, in a process of its own: XLA reads its flags once."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={directory}"
@@ -163,10 +178,10 @@ def compile_for(device: Device, only: str, rows: Sequence[int]) -> list[Kernel]:
         )
         mesh = Mesh(np.array(topology.devices), ("x",))
         kernels = []
-        for case in all_cases(device):
-            if only in case.name and (not rows or case.rows in rows):
-                compile_case(case, mesh)
-                kernels += read_dump(Path(directory), case, device)
+        for case in choose(list(all_cases(device)), only, everything):
+            compile_case(case, mesh)
+            kernels += read_dump(Path(directory), case, device)
+            print(f"{case.name} for {device.name}", file=sys.stderr)
         return kernels
 
 
@@ -191,12 +206,12 @@ def table(kernels: Sequence[Kernel]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
-    parser.add_argument("--rows", type=int, nargs="+", default=[], help="default: all")
+    parser.add_argument("--all", action="store_true", help="of cases that differ in their shape alone not just two")
     args = parser.parse_args(argv)
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(len(_TARGETS), mp_context=context) as pool:
-        jobs = [pool.submit(compile_for, device, args.only, args.rows) for device in _TARGETS]
+        jobs = [pool.submit(compile_for, device, args.only, args.all) for device in _TARGETS]
         kernels = [kernel for job in jobs for kernel in job.result()]
     print(table(kernels))
     print(f"{len(kernels)} kernels in {time.perf_counter() - began:.0f} s")
