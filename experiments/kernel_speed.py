@@ -1,0 +1,145 @@
+"""How close do the kernels come to the speed of the memory, at the true shapes of the 27B model?
+
+    python -m experiments.kernel_speed                         every kernel and shape, on one GPU
+    python -m experiments.kernel_speed --only int4_matmul_gate_up --rows 8 16
+
+First the result is compared with the reference. Then a loop on the device calls the kernel on one layer after another
+of a stack several times the size of the cache, so that weights come from memory as they do in a decode step. Loops of
+two lengths are timed; the difference, over that of the lengths, is the time of a call: without what it takes to start a
+loop, but with the gaps between kernels and whatever else of a call is left to XLA, such as adding up partial sums. The
+floor is the bytes that have to be moved at the rate at which this card, in this run, reads a large array; the column
+"read" is what adding up as many bytes takes, from the same kind of stack.
+"""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments.harness import Timing, append, measure, new_record, table
+from pallas_kernels.cases import Case, all_cases
+from pallas_kernels.device import current_device
+
+QUESTION = "kernel_speed"
+STACK_BYTES = 600_000_000  # several times the cache of any GPU
+LOOP_SECONDS = 3e-3  # of the shorter loop
+COLUMNS = (
+    "kernel",
+    "shape",
+    "rows",
+    "microseconds=us",
+    "gigabytes_per_second=GB/s",
+    "teraflops=TFLOP/s",
+    "fraction=of the floor",
+    "read_microseconds=read, us",
+    "relative_rms=error",
+)
+
+
+def read_rate(nbytes: int = 1 << 31) -> float:
+    """Bytes per second at which a large array is added up."""
+    return nbytes / time_read(nbytes, 1)
+
+
+def time_read(nbytes: int, layers: int) -> float:
+    """Seconds that adding up `nbytes` takes."""
+    stack = jnp.ones((layers, nbytes // 4), jnp.int32)
+    return time_call(lambda stack, layer: jnp.sum(stack[layer]), (stack,), layers, nbytes / 2e12).median
+
+
+def time_call(
+    function: Callable[..., Any],
+    arguments: tuple,
+    layers: int,
+    estimate: float,
+    repeats: int = 7,
+    advance: Callable[[tuple, Any], tuple] = lambda arguments, result: arguments,
+) -> Timing:
+    """Seconds that `function(*arguments, layer)` takes on the device.
+
+    Args:
+      estimate: roughly the same, to choose the length of a loop.
+      advance: see `Case`.
+    """
+    count = max(2 * layers, int(LOOP_SECONDS / estimate))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def loop(arguments, count):
+        # A result depends on the turn, so none can be left out; and its length is known, which a loop that asks the
+        # host at every turn would take 30 us to find out.
+        def turn(i, carry):
+            result = function(*carry[0], lax.rem(i, layers))
+            return advance(carry[0], result), result
+
+        result = jax.eval_shape(lambda *a: function(*a, 0), *arguments)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
+        return lax.fori_loop(0, count, turn, (arguments, nothing))
+
+    short, long = (measure(loop, arguments, n, repeats=repeats) for n in (count, 3 * count))
+    seconds = (np.array(long.seconds) - short.median) / (2 * count)
+    return Timing(tuple(seconds.tolist()))
+
+
+def relative_rms(case: Case, arguments: tuple) -> float:
+    """Of the difference between kernel and reference, for the last layer."""
+    outputs = [jax.jit(f)(*arguments, jnp.int32(case.layers - 1)) for f in (case.function, case.reference)]
+    actual, expected = (
+        np.concatenate([np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(o)]) for o in outputs
+    )
+    return float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
+
+
+def case_record(case: Case, rate: float, repeats: int) -> dict[str, Any]:
+    arguments = jax.jit(case.make)(jax.random.key(0))
+    error = relative_rms(case, arguments)
+    if not error <= case.tolerance:
+        raise SystemExit(f"error: {case.name} is wrong: relative rms {error:.2e}, allowed {case.tolerance:.0e}")
+    timing = time_call(case.function, arguments, case.layers, case.nbytes / rate, repeats, case.advance)
+    del arguments
+    return new_record(
+        QUESTION,
+        weights="random",
+        settings={"kernel": case.kernel, "shape": case.shape, "rows": case.rows, "layers": case.layers},
+        results={
+            "call": timing,
+            "microseconds": 1e6 * timing.median,
+            "gigabytes_per_second": case.nbytes / timing.median / 1e9,
+            "teraflops": case.operations / timing.median / 1e12,
+            "fraction": case.nbytes / rate / timing.median,
+            "nbytes": case.nbytes,
+            "read_microseconds": 1e6 * time_read(case.nbytes, case.layers),
+            "read_rate_gigabytes_per_second": rate / 1e9,
+            "relative_rms": error,
+        },
+        repeats=repeats,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--rows", type=int, nargs="+", default=[], help="default: all")
+    parser.add_argument("--repeats", type=int, default=7, help="of every measurement (%(default)s)")
+    args = parser.parse_args(argv)
+    if jax.default_backend() != "gpu":
+        sys.exit("error: kernels are timed on a GPU; there is none here")
+    cases = all_cases(current_device(), lambda _, nbytes: max(2, -(-STACK_BYTES // nbytes)))
+    rate, records = read_rate(), []
+    for case in cases:
+        if args.only in case.name and (not args.rows or case.rows in args.rows):
+            records.append(case_record(case, rate, args.repeats))
+            append(records[-1])
+            print(f"{case.name}: {records[-1]['results']['microseconds']:.1f} us", file=sys.stderr)
+    if not records:
+        sys.exit(f"error: no case has {args.only!r} in its name")
+    print(table(records, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

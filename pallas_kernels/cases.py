@@ -1,0 +1,227 @@
+"""Every kernel at the sizes it is made for: what the benchmark times and the compile check compiles."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import gated_delta_net as gdn
+from pallas_kernels import int4_matmul as int4
+from pallas_kernels import int8_matmul as int8
+from pallas_kernels import verify_attention as attention
+from pallas_kernels.device import Device
+from pallas_kernels.shapes import (
+    BATCH_ROWS,
+    CONTEXTS,
+    DRAFTER_ATTENTION,
+    DRAFTER_WINDOW,
+    FULL_ATTENTION,
+    GATED_DELTA_NET,
+    INT8_MATMULS,
+    MATMULS,
+    VERIFY_ROWS,
+    Attention,
+    GatedDeltaNet,
+    Matmul,
+)
+
+Array = jax.Array
+
+GROUP = 128  # columns that share a scale
+# How many layers to stack, given how many the model has and the bytes that a call reads of one.
+Layers = Callable[[int, int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel at one size.
+
+    Attributes:
+      kernel, shape, rows: what a table calls it.
+      layers: of which each call takes one.
+      make: random arguments from a key; what is stacked has `layers` of them.
+      function: of the arguments and, last, of the layer.
+      advance: the arguments of the next call, given those of a call and its result.
+      reference: the same in plain JAX.
+      nbytes: that a call must read and write at the least.
+      operations: multiplications and additions of a call.
+      tolerance: relative rms of the difference between function and reference.
+      together: whether the kernel's schedule wants all its programs to run at once.
+    """
+
+    kernel: str
+    shape: str
+    rows: int
+    layers: int
+    make: Callable[[Array], tuple[Any, ...]]
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    nbytes: int
+    operations: int
+    tolerance: float
+    together: bool
+    advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda arguments, result: arguments
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}_{self.shape}_{self.rows}"
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As `jax.ShapeDtypeStruct`s."""
+        return jax.eval_shape(self.make, jax.random.key(0))
+
+
+def all_cases(device: Device, layers: Layers = lambda layers, nbytes: layers) -> Iterator[Case]:
+    """Cases with the configs that are chosen for `device`; by default with as many layers as the model has."""
+    for bits, activation_bits in ((4, 16), (4, 8), (8, 16), (8, 8)):
+        for shape in MATMULS if bits == 4 else INT8_MATMULS:
+            for rows in VERIFY_ROWS if activation_bits == 16 else BATCH_ROWS:
+                yield _packed_matmul(bits, activation_bits, shape, rows, device, layers)
+    for dtype in ("bfloat16", "int8"):
+        for tokens in CONTEXTS:
+            for rows in VERIFY_ROWS:
+                yield _verify_attention(FULL_ATTENTION, tokens, None, rows, dtype, device, layers)
+    for dtype in ("float32", "float16"):
+        for slots, rows in ((1, 1), (1, 8), (1, 16), (1, 32), (64, 8)):
+            yield _gated_delta_net(GATED_DELTA_NET, slots, rows, dtype, device, layers)
+    yield _verify_attention(DRAFTER_ATTENTION, DRAFTER_WINDOW, DRAFTER_WINDOW, 8, "bfloat16", device, layers)
+
+
+def _packed_matmul(bits: int, activation_bits: int, shape: Matmul, rows: int, device: Device, layers: Layers) -> Case:
+    module = int4 if bits == 4 else int8
+    pack, multiply, reference = (
+        (int4.pack_int4, int4.int4_matmul, int4.int4_matmul_reference)
+        if bits == 4
+        else (int8.pack_int8, int8.int8_matmul, int8.int8_matmul_reference)
+    )
+    n, k = shape.n, shape.k
+    weight_bytes = n * k * bits // 8 + n * k // GROUP * 2
+    stack = layers(shape.layers, weight_bytes)
+
+    def make(key):
+        keys = jax.random.split(key, 3)
+        codes = jax.random.bits(keys[0], (stack, n, k * bits // 8), jnp.uint8)
+        scales = jax.random.uniform(keys[1], (stack, n, k // GROUP), jnp.bfloat16, -0.02, 0.02)
+        return jax.random.normal(keys[2], (rows, k), jnp.bfloat16), pack(codes, scales)
+
+    config = module.heuristics((rows, n, k), activation_bits, device)
+    return Case(
+        f"w{bits}a{activation_bits}",
+        shape.name,
+        rows,
+        stack,
+        make,
+        functools.partial(multiply, activation_bits=activation_bits, config=config),
+        functools.partial(reference, activation_bits=activation_bits),
+        nbytes=weight_bytes + 2 * rows * (n + k),
+        operations=2 * rows * n * k,
+        tolerance=4e-3,  # of rounding the result to bf16
+        together=True,
+    )
+
+
+def _verify_attention(
+    shape: Attention, tokens: int, window: int | None, rows: int, dtype: str, device: Device, layers: Layers
+) -> Case:
+    """One sequence of `tokens` tokens."""
+    width = shape.kv_heads * shape.head_dim
+    scale_bytes = 4 * shape.kv_heads if dtype == "int8" else 0
+    nbytes = 2 * tokens * (width * jnp.dtype(dtype).itemsize + scale_bytes)
+    stack = layers(shape.layers, nbytes)
+    pages = tokens // shape.page
+
+    def make(key):
+        keys = jax.random.split(key, 7)
+        pool = (stack, pages, shape.page, shape.kv_heads, shape.head_dim)
+        q, k, v = (
+            jax.random.normal(keys[i], (1, rows, heads, shape.head_dim), jnp.bfloat16)
+            for i, heads in enumerate((shape.heads, shape.kv_heads, shape.kv_heads))
+        )
+        if dtype == "int8":
+            stored = [jax.random.randint(keys[3 + i], pool, -127, 128, jnp.int8) for i in range(2)]
+            stored += [jax.random.uniform(keys[5 + i], pool[:4], jnp.float32, 0.005, 0.02) for i in range(2)]
+        else:
+            stored = [jax.random.normal(keys[3 + i], pool, dtype) for i in range(2)]
+        table = jax.random.permutation(keys[0], pages).astype(jnp.int32)[None]
+        return q, k, v, attention.PagedCache(*stored), table
+
+    config = attention.heuristics(
+        (1, shape.kv_heads, rows * shape.heads // shape.kv_heads, shape.head_dim), tokens, device
+    )
+
+    def run(function, q, k, v, cache, table, layer):
+        mask = jnp.tri(rows, dtype=bool)[None]
+        lengths = jnp.full(1, tokens, jnp.int32)
+        positions = None if window is None else lengths[:, None] + jnp.arange(rows)
+        return function(q, k, v, mask, cache, layer, table, lengths, positions=positions, window=window)
+
+    return Case(
+        f"attention_{dtype}",
+        f"{shape.name}_{tokens}",
+        rows,
+        stack,
+        make,
+        functools.partial(run, functools.partial(attention.verify_attention, config=config)),
+        functools.partial(run, attention.verify_attention_reference),
+        nbytes=nbytes + 2 * 2 * rows * (shape.heads + shape.kv_heads) * shape.head_dim,
+        operations=4 * rows * shape.heads * shape.head_dim * tokens,
+        tolerance=1e-2,
+        together=False,
+    )
+
+
+def _gated_delta_net(shape: GatedDeltaNet, slots: int, rows: int, dtype: str, device: Device, layers: Layers) -> Case:
+    """A chain of rows for each of several sequences, after one of which all but the last row were accepted."""
+    heads, key_heads, keys, values = shape.value_heads, shape.key_heads, shape.key_dim, shape.value_dim
+    state_bytes = slots * heads * keys * values * jnp.dtype(dtype).itemsize
+    row_bytes = 4 * slots * rows * (key_heads * keys + heads * values + heads)  # pending, and as many new ones
+    stack = layers(shape.layers, state_bytes)
+
+    def make(key):
+        key = iter(jax.random.split(key, 9))
+
+        def normal(*shape):
+            return jax.random.normal(next(key), shape)
+
+        def unit(*shape):
+            x = normal(*shape)
+            return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+        block = gdn.Rows(
+            q=unit(slots, rows, key_heads, keys) * keys**-0.5,
+            k=unit(slots, rows, key_heads, keys),
+            v=normal(slots, rows, heads, values),
+            g=-jnp.exp(normal(slots, rows, heads)),
+            beta=jax.nn.sigmoid(normal(slots, rows, heads)),
+        )
+        pending = gdn.Pending(
+            key=unit(stack, slots, rows, key_heads, keys),
+            delta=normal(stack, slots, rows, heads, values),
+            log_decay=-jnp.cumsum(jnp.exp(normal(stack, slots, rows, heads)), axis=2),
+        )
+        return block, normal(stack, slots, heads, keys, values).astype(dtype), pending
+
+    def run(function, block, state, pending, layer):
+        mask = jnp.broadcast_to(jnp.tri(rows, dtype=bool), (slots, rows, rows))
+        path = jnp.broadcast_to(jnp.arange(rows) < max(1, rows - 1), (slots, rows))
+        return function(block, mask, state, layer, pending, path)
+
+    config = gdn.heuristics((slots, heads, values, rows))
+    return Case(
+        f"gdn_{dtype}",
+        f"{slots}_slots",
+        rows,
+        stack,
+        make,
+        functools.partial(run, functools.partial(gdn.verify_gated_delta_net, config=config)),
+        functools.partial(run, gdn.verify_gated_delta_net_reference),
+        nbytes=2 * state_bytes + 3 * row_bytes,
+        operations=2 * slots * heads * keys * values * 3 * rows,
+        tolerance=1e-4 if dtype == "float32" else 1e-3,
+        together=False,
+        advance=lambda arguments, result: (arguments[0], result.state, arguments[2]),
+    )

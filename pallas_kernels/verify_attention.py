@@ -1,0 +1,362 @@
+"""Attention of a short block of rows over a paged cache and over the block itself, split over the keys.
+
+    o[i] = sum_j softmax_j(q_i . k_j / sqrt(D)) v_j
+
+One program reads one stretch of a sequence's pages for one key head and all the rows that share it: with a handful of
+rows, too few for a program each, the keys have to be what is divided. Every program leaves a sum that is not yet
+normalised, and the largest score it saw; a second kernel adds them up, weighted by the exponentials of those (Dao et
+al., "Flash-Decoding", 2023). Partial sums stay fp32.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels._call import kernel_call
+from pallas_kernels._instructions import HIGHEST
+from pallas_kernels.device import Device, current_device
+
+Array = jax.Array
+
+MAX_ROWS = 64  # of a block
+_LOWEST = -1e30  # a score that nothing is below; finite, so that differences are numbers
+_MERGED_AT_ONCE = 16  # partial sums of a row
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of several layers, in pages.
+
+    k, v: `[layers, pages, page, kv_heads, D]`, bf16, fp16 or int8.
+    k_scale, v_scale: fp32 `[layers, pages, page, kv_heads]`, by which int8 is multiplied; None otherwise.
+    """
+
+    k: Array
+    v: Array
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut up.
+
+    rows: of queries a program holds, a power of two from 16 on.
+    keys: read at a time, a power of two from 16 on that divides the page.
+    splits: of a sequence.
+    """
+
+    rows: int
+    keys: int
+    splits: int
+    warps: int = 4
+    stages: int = 2
+
+
+def heuristics(shape: tuple[int, int, int, int], max_tokens: int, device: Device) -> Config:
+    """A `Config` for `(sequences, key heads, rows of queries a key head, D)` and the longest sequence there can be.
+
+    As many programs as fill the device once, but no split of fewer than 64 tokens.
+    """
+    batch, kv_heads, queries, dim = shape
+    rows = min(64, max(16, 1 << (queries - 1).bit_length()))
+    programs = batch * kv_heads * -(-queries // rows)
+    splits = min(max(1, device.cores // programs), max(1, max_tokens // 64))
+    return Config(rows=rows, keys=32, splits=splits, warps=8 if rows * dim >= 64 * 256 else 4)
+
+
+def verify_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    cache: PagedCache,
+    layer: Array | int,
+    block_table: Array,
+    lengths: Array,
+    *,
+    positions: Array | None = None,
+    window: int | None = None,
+    out_dtype=None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Attention of `L` rows of each of `B` sequences over their committed tokens and over each other.
+
+    Query head h reads key head `h // (heads / kv_heads)`. What no row may read, in the cache or in the block, may hold
+    anything. A row that may read nothing is zero.
+
+    Args:
+      q: bf16 or fp16 `[B, L, heads, D]`; k, v: of the same dtype `[B, L, kv_heads, D]`, the rows' own, as they will be
+        read from the cache one day, but not yet in it.
+      mask: bool `[B, L, L]`, whether row i reads row j of the block: causal, ancestors in a tree, all, or any other.
+      cache: of `layers`; layer: an int32 scalar that a loop may count.
+      block_table: int32 `[B, max_pages]`, the page of each stretch of a sequence; past its length anything.
+      lengths: int32 `[B]`, committed tokens, all of which every row reads, but for the window.
+      positions: int32 `[B, L]` of the rows, needed for the window alone.
+      window: a row reads only tokens at positions greater than its own minus this. (Within the block `mask` says.)
+      out_dtype: of the result; default `q.dtype`.
+      config: default `heuristics` of the current device.
+      interpret: see `kernel_call`.
+
+    Returns:
+      `[B, L, heads, D]`.
+
+    Raises:
+      ValueError: shapes, dtypes, window or config do not fit each other.
+    """
+    _check(q, k, v, mask, cache, block_table, lengths, positions, window)
+    batch, n, heads, dim = q.shape
+    kv_heads, page = k.shape[2], cache.k.shape[2]
+    group = heads // kv_heads
+    capacity = block_table.shape[1] * page
+    config = config or heuristics((batch, kv_heads, n * group, dim), capacity, current_device())
+    if page % config.keys:
+        raise ValueError(f"keys read at a time, {config.keys}, do not divide a page of {page}")
+    padded = -(-n * group // config.rows) * config.rows
+    keys = max(16, 1 << (n - 1).bit_length())  # of the block, as a matrix product wants them
+
+    # Small arrays, which XLA lays out so that programs read whole tiles; a row is now one head of a row of the block.
+    queries = q.reshape(batch, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
+    queries = _pad(queries, 2, padded)
+    own_k, own_v = (_pad(t.swapaxes(1, 2), 2, keys) for t in (k, v))
+    seen = jnp.any(mask, axis=1)  # [B, L]; of what nobody reads not even NaN may remain: zero times NaN is NaN
+    own_v = jnp.where(_pad(seen, 1, keys)[:, None, :, None], own_v, 0)
+    own_mask = _pad(_pad(jnp.repeat(mask, group, axis=1), 1, padded), 2, keys).astype(jnp.int32)
+    starts = jnp.zeros_like(lengths)
+    oldest = jnp.zeros((batch, padded), jnp.int32)  # token that a row may read
+    if window is not None:
+        starts = jnp.clip(jnp.min(positions, axis=1) - window + 1, 0, lengths)
+        oldest = _pad(jnp.repeat(positions, group, axis=1), 1, padded) - (window - 1)
+
+    kernel = functools.partial(
+        _split_kernel, config=config, scale=dim**-0.5, windowed=window is not None, scaled=cache.k_scale is not None
+    )
+    scales = [] if cache.k_scale is None else [cache.k_scale, cache.v_scale]
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    operands = [layer, block_table, starts, lengths, oldest, queries, own_k, own_v, own_mask, cache.k, cache.v, *scales]
+    numbers = jax.ShapeDtypeStruct((batch, kv_heads, padded, config.splits), jnp.float32)
+    partial = kernel_call(
+        kernel,
+        operands,
+        [jax.ShapeDtypeStruct((*numbers.shape, dim), jnp.float32), numbers, numbers],
+        name="verify_attention",
+        grid=(padded // config.rows, config.splits, batch * kv_heads),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        interpret=interpret,
+    )
+    return kernel_call(
+        functools.partial(_merge_kernel, group=group, splits=config.splits),
+        partial,
+        jax.ShapeDtypeStruct(q.shape, out_dtype or q.dtype),
+        name="merge_attention",
+        grid=(n * group, kv_heads, batch),
+        num_warps=4,
+        interpret=interpret,
+    )
+
+
+def _pad(t: Array, axis: int, size: int) -> Array:
+    return jnp.pad(t, [(0, size - t.shape[a] if a == axis else 0) for a in range(t.ndim)])
+
+
+def _split_kernel(
+    layer_ref,
+    table_ref,
+    starts_ref,
+    lengths_ref,
+    oldest_ref,
+    q_ref,
+    own_k_ref,
+    own_v_ref,
+    own_mask_ref,
+    k_ref,
+    v_ref,
+    *refs,
+    config: Config,
+    scale: float,
+    windowed: bool,
+    scaled: bool,
+):
+    """The rows of one block of queries over one stretch of keys; the first stretch has the block's own keys too."""
+    k_scale_ref, v_scale_ref = refs[:2] if scaled else (None, None)
+    out_ref, top_ref, total_ref = refs[-3:]
+    rows, keys, splits = config.rows, config.keys, config.splits
+    kv_heads, dim, page = q_ref.shape[1], q_ref.shape[3], k_ref.shape[2]
+    first, split, sequence = pl.program_id(0) * rows, pl.program_id(1), lax.div(pl.program_id(2), kv_heads)
+    head = lax.rem(pl.program_id(2), kv_heads)
+    layer, length = layer_ref[0], lengths_ref[sequence]
+    # Everything from here on is in powers of two, for which there is an instruction.
+    q = triton.load(q_ref.at[sequence, head, pl.ds(first, rows), :])
+    scale = scale * math.log2(math.e)
+
+    def own(carry):
+        k = triton.load(own_k_ref.at[sequence, head, :, :])
+        v = triton.load(own_v_ref.at[sequence, head, :, :])
+        readable = triton.load(own_mask_ref.at[sequence, pl.ds(first, rows), :]) != 0
+        return _attend(carry, q, k, v, scale, 1.0, readable)
+
+    begin_tile, end_tile = lax.div(starts_ref[sequence], keys), lax.div(length + (keys - 1), keys)
+    tiles = end_tile - begin_tile
+    begin = begin_tile + lax.div(tiles * split, splits)
+    end = begin_tile + lax.div(tiles * (split + 1), splits)
+    if windowed:
+        oldest = triton.load(oldest_ref.at[sequence, pl.ds(first, rows)])
+
+    def read(tile, carry):
+        token = tile * keys
+        place = (layer, table_ref[sequence, lax.div(token, page)], pl.ds(lax.rem(token, page), keys), head)
+        tokens = token + lax.iota(jnp.int32, keys)
+        exists = tokens < length
+        k = triton.load(k_ref.at[(*place, slice(None))])
+        # Memory that nothing has written may hold NaN, which a weight of zero would not remove.
+        v = triton.load(v_ref.at[(*place, slice(None))], mask=jnp.broadcast_to(exists[:, None], (keys, dim)), other=0)
+        readable = exists[None, :]
+        if windowed:
+            readable = readable & (tokens[None, :] >= oldest[:, None])
+        key_scale, value_scale = scale, 1.0
+        if scaled:
+            key_scale = scale * triton.load(k_scale_ref.at[place])[None, :]
+            value_scale = triton.load(v_scale_ref.at[place], mask=exists, other=0.0)[None, :]
+        return _attend(carry, q, k, v, key_scale, value_scale, jnp.broadcast_to(readable, (rows, keys)))
+
+    carry = (
+        jnp.zeros((rows, dim), jnp.float32),
+        jnp.full((rows,), _LOWEST, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    carry = lax.cond(split == 0, own, lambda carry: carry, carry)
+    out, top, total = lax.fori_loop(begin, end, read, carry)
+
+    triton.store(out_ref.at[sequence, head, pl.ds(first, rows), split, :], out)
+    triton.store(top_ref.at[sequence, head, pl.ds(first, rows), split], top)
+    triton.store(total_ref.at[sequence, head, pl.ds(first, rows), split], total)
+
+
+def _attend(carry, q, k, v, key_scale, value_scale, readable):
+    """Adds keys to the softmax of `carry`: sums of values `[rows, D]`, largest scores and sums of weights `[rows]`."""
+    out, top, total = carry
+    scores = triton.dot(q, k.astype(q.dtype), trans_b=True) * key_scale
+    scores = jnp.where(readable, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.exp2(scores - new_top[:, None])
+    kept = jnp.exp2(top - new_top)
+    values = triton.dot((weights * value_scale).astype(q.dtype), v.astype(q.dtype))
+    return out * kept[:, None] + values, new_top, total * kept + jnp.sum(weights, axis=1)
+
+
+def _merge_kernel(partial_ref, top_ref, total_ref, out_ref, *, group: int, splits: int):
+    """One row of one head."""
+    row, head, sequence = (pl.program_id(axis) for axis in range(3))
+    dim = out_ref.shape[-1]
+    padded = 1 << (splits - 1).bit_length()
+    split = lax.iota(jnp.int32, padded)
+    top = triton.load(top_ref.at[sequence, head, row, split], mask=split < splits, other=_LOWEST)
+    total = triton.load(total_ref.at[sequence, head, row, split], mask=split < splits, other=0.0)
+    highest = jnp.max(top)
+    norm = jnp.sum(total * jnp.exp2(top - highest))
+
+    def add(i, out):
+        split = i * count + lax.iota(jnp.int32, count)
+        top = triton.load(top_ref.at[sequence, head, row, split], mask=split < splits, other=_LOWEST)
+        place = partial_ref.at[sequence, head, row, split[:, None], lax.broadcasted_iota(jnp.int32, (1, dim), 1)]
+        mask = jnp.broadcast_to((split < splits)[:, None], (count, dim))
+        partial = triton.load(place, mask=mask, other=0.0)
+        return out + jnp.sum(partial * jnp.exp2(top - highest)[:, None], axis=0)
+
+    count = min(_MERGED_AT_ONCE, padded)
+    out = lax.fori_loop(0, padded // count, add, jnp.zeros((dim,), jnp.float32))
+    out = jnp.where(norm > 0, out / jnp.where(norm > 0, norm, 1.0), 0.0)
+    place = out_ref.at[sequence, lax.div(row, group), head * group + lax.rem(row, group), :]
+    triton.store(place, out.astype(out_ref.dtype))
+
+
+def verify_attention_reference(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    cache: PagedCache,
+    layer: Array | int,
+    block_table: Array,
+    lengths: Array,
+    *,
+    positions: Array | None = None,
+    window: int | None = None,
+    out_dtype=None,
+) -> Array:
+    """What `verify_attention` must equal, in fp32."""
+    batch, n, heads, dim = q.shape
+    kv_heads = k.shape[2]
+
+    def read(pool, scale):  # [B, tokens, kv_heads, D]
+        tokens = pool[layer].at[block_table].get(mode="clip").astype(jnp.float32)
+        if scale is not None:
+            tokens = tokens * scale[layer].at[block_table].get(mode="clip")[..., None]
+        return tokens.reshape(batch, -1, kv_heads, dim)
+
+    keys, values = (
+        jnp.concatenate([read(pool, scale), own.astype(jnp.float32)], axis=1)
+        for pool, scale, own in ((cache.k, cache.k_scale, k), (cache.v, cache.v_scale, v))
+    )
+    capacity = keys.shape[1] - n
+    readable = jnp.broadcast_to(jnp.arange(capacity) < lengths[:, None, None], (batch, n, capacity))
+    if window is not None:
+        readable = readable & (jnp.arange(capacity) > positions[..., None] - window)
+    readable = jnp.concatenate([readable, mask], axis=2)[:, None, None]  # [B, 1, 1, L, keys]
+    queries = q.reshape(batch, n, kv_heads, -1, dim).astype(jnp.float32)
+    scores = jnp.einsum("blgrd,bsgd->bgrls", queries, keys, precision=HIGHEST) * dim**-0.5
+    scores = jnp.where(readable, scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST)
+    weights = jnp.where(readable, jnp.exp(scores - top), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    values = jnp.where(jnp.any(readable, axis=(1, 2, 3))[..., None, None], values, 0.0)
+    out = jnp.einsum("bgrls,bsgd->blgrd", weights, values, precision=HIGHEST)
+    return out.reshape(q.shape).astype(out_dtype or q.dtype)
+
+
+def _check(q, k, v, mask, cache, block_table, lengths, positions, window) -> None:
+    batch, n, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(f"q must be bfloat16 or float16, got {q.dtype}; cast it")
+    if not 1 <= n <= MAX_ROWS or dim & (dim - 1) or dim < 16 or heads % kv_heads:
+        raise ValueError(
+            f"q must be [B, 1 to {MAX_ROWS}, a multiple of {kv_heads}, a power of two from 16 on], got {list(q.shape)}"
+        )
+    own = (batch, n, kv_heads, dim)
+    if k.shape != own or v.shape != own or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(
+            f"k and v must be {q.dtype}{list(own)} for this q, got {k.dtype}{list(k.shape)}, {v.dtype}{list(v.shape)}"
+        )
+    pool = cache.k.shape
+    if cache.v.shape != pool or len(pool) != 5 or pool[3:] != (kv_heads, dim):
+        raise ValueError(
+            f"the cache must be [layers, pages, page, {kv_heads}, {dim}], got {list(pool)} and {list(cache.v.shape)}"
+        )
+    int8 = cache.k.dtype == jnp.int8
+    if cache.v.dtype != cache.k.dtype or not (int8 or cache.k.dtype == q.dtype):
+        raise ValueError(f"the cache must be int8 or {q.dtype} as q, got {cache.k.dtype} and {cache.v.dtype}")
+    for scale in (cache.k_scale, cache.v_scale):
+        if (scale is not None) != int8 or (int8 and (scale.shape != pool[:4] or scale.dtype != jnp.float32)):
+            raise ValueError(f"an int8 cache takes float32 scales {list(pool[:4])}, and no other does")
+    if mask.shape != (batch, n, n) or mask.dtype != jnp.bool_:
+        raise ValueError(f"mask must be bool{[batch, n, n]}, got {mask.dtype}{list(mask.shape)}")
+    if block_table.shape[:1] != (batch,) or block_table.ndim != 2 or lengths.shape != (batch,):
+        raise ValueError(
+            f"block_table and lengths must be [{batch}, pages] and [{batch}], got {list(block_table.shape)} "
+            f"and {list(lengths.shape)}"
+        )
+    if (window is None) != (positions is None) or (window is not None and window < 1):
+        raise ValueError(f"a window, of at least 1, and positions go together; got window {window}")
+    if positions is not None and positions.shape != (batch, n):
+        raise ValueError(f"positions must be {[batch, n]}, got {list(positions.shape)}")
