@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from qwen38_jax.block import chain_block
-from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint
-from qwen38_jax.checkpoint import load as load_module
+from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint, unpack
 from qwen38_jax.model import logits
 from qwen38_jax.params import init_params
 from qwen38_jax.state import StateConfig, accept, flush, init_state
@@ -53,5 +52,5 @@ def test_large_leaves_are_streamed_to_the_device(tmp_path, monkeypatch):
     cfg = dataclasses.replace(SMALL, vocab_size=4096)
     params = init_params(cfg, jax.random.key(0))
     export_checkpoint(tmp_path / "m", params, cfg)
-    monkeypatch.setattr(load_module, "_CHUNK_BYTES", 1 << 12)  # every matrix takes the streaming path
+    monkeypatch.setattr(unpack, "CHUNK_BYTES", 1 << 12)  # every matrix takes the streaming path
     jax.tree.map(np.testing.assert_array_equal, load_checkpoint(tmp_path / "m").params, params)

@@ -1,6 +1,7 @@
 """Which tensors of a directory fill which place of the model, in which format, and what is left over or lacking."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, read_draft_ids
 from qwen38_jax.checkpoint.files import CheckpointError, Inventory, TensorInfo
 from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
 from qwen38_jax.checkpoint.names import Place, Slice
+from qwen38_jax.checkpoint.native import KEY, Native, native_place
 from qwen38_jax.config import ModelConfig
 
 
@@ -65,26 +67,40 @@ class Account(Assignment):
 
 
 def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str, Any]) -> Account:
-    """Holds the headers' tensors against `abstract(cfg)`. Reads no tensor data and raises nothing."""
-    sources, prefix, problems = _by_canonical_name(inventory)
+    """Holds the headers' tensors against `abstract(cfg)`. Reads no tensor data.
+
+    Raises:
+      CheckpointError: config.json announces a prepared checkpoint that this version cannot read.
+    """
+    native = Native.from_hf(hf_config)
+    if native is None:
+        sources, prefix, problems = _by_canonical_name(inventory)
+        spell = functools.partial(names.spell, prefix=prefix)
+        foreign = [tensor for name, tensor in sources.items() if names.parse(name).kind == "native"]
+        problems += [
+            f"{t} is of a prepared checkpoint, but config.json has no {KEY!r}: restore it" for t in foreign[:1]
+        ]
+    else:
+        sources, prefix, problems = dict(inventory.tensors), native.prefix, []
+        spell = str
     has_mtp = any(name.startswith("mtp.") and not name.startswith("mtp.draft_lm_head.") for name in sources)
     notes = list(inventory.notes)
     if cfg.mtp_num_hidden_layers and not has_mtp:
         notes.append(f"{inventory.listing} has no mtp.* tensors: the MTP head that config.json announces is absent")
     cfg = dataclasses.replace(cfg, mtp_num_hidden_layers=int(has_mtp))
-    places = names.places(cfg)
-    draft_place, draft_ids, draft_problems = _draft_head(inventory, sources, cfg)
+    places = names.places(cfg) if native is None else native.places(names.places(cfg))
+    draft_place, draft_ids, draft_problems = _draft_head(inventory, sources, cfg, native)
     if draft_place is not None:
         places.append(draft_place)
     stored, missing, unexpected, faults = assign(places, sources, hf_config)
     if cfg.tie_word_embeddings:  # the head may be there all the same; loading compares it with the embedding
         unexpected = [name for name in unexpected if not _is_head(name)]
-    problems += [_missing(inventory, name, prefix) for name in missing]
+    problems += [_missing(inventory, name, spell(name)) for name in missing]
     problems += [f"{sources[name]} is not part of the model that config.json describes" for name in unexpected]
     return Account(
         places=tuple(places),
         stored=stored,
-        missing=tuple(names.spell(name, prefix) for name in missing),
+        missing=tuple(spell(name) for name in missing),
         unexpected=tuple(sources[name].name for name in unexpected),
         problems=(*problems, *draft_problems, *faults),
         notes=tuple(notes),
@@ -161,13 +177,12 @@ def _is_head(name: str) -> bool:
 
 
 def _draft_head(
-    inventory: Inventory, sources: Mapping[str, TensorInfo], cfg: ModelConfig
+    inventory: Inventory, sources: Mapping[str, TensorInfo], cfg: ModelConfig, native: Native | None
 ) -> tuple[Place | None, np.ndarray | None, list[str]]:
     """The draft head's place and token ids, if the checkpoint has one, and what is wrong with them."""
-    module = names.DRAFT_HEAD.removesuffix(".weight")
-    tensor = next(
-        (sources[f"{module}.{part}"] for part in ("weight", "weight_packed") if f"{module}.{part}" in sources), None
-    )
+    module = "draft_head" if native else names.DRAFT_HEAD.removesuffix(".weight")
+    values = [f"{module}.{part}" for part in ("weight", "weight_packed", "codes")]
+    tensor = next((sources[name] for name in values if name in sources), None)
     if tensor is None or not tensor.shape:
         return None, None, []
     place = names.draft_place(cfg, tensor.shape[0])
@@ -177,7 +192,9 @@ def _draft_head(
         ids = read_draft_ids(path)
     except CheckpointError as error:
         return place, None, [str(error)]
-    if len(ids) != tensor.shape[0]:
+    if native:  # whose codes need not be in rows; they are held against the ids' number later
+        place = native_place(names.draft_place(cfg, len(ids)), apart=False)
+    elif len(ids) != tensor.shape[0]:
         return place, None, [f"{path} names {len(ids)} tokens, but {tensor} has {tensor.shape[0]} rows"]
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= cfg.vocab_size:
         fault = f"ids from {ids.min()} to {ids.max()}, {len(np.unique(ids))} different ones of {len(ids)}"
@@ -186,10 +203,10 @@ def _draft_head(
 
 
 def _mixture(part: Slice, stored: Mapping[str, Stored]) -> list[str]:
-    """Stacked layers are one array, so that they must be integers of one width and group, or floats."""
+    """Stacked layers are one array, so that they must be integers of one width, group and layout, or floats."""
     layers = [stored[name] for name in part.names if name in stored]
     for layer in layers:
-        if (layer.bits, layer.group) != (layers[0].bits, layers[0].group):
+        if (layer.bits, layer.group, layer.layout) != (layers[0].bits, layers[0].group, layers[0].layout):
             return [
                 f"{layer.main} is stored as {layer.label}, {layers[0].main} as {layers[0].label}: layers of one kind "
                 "must be stored alike in this version"
@@ -206,14 +223,15 @@ def _weight_bytes(stored: Stored, dtype: str) -> int:
     values = math.prod(stored.shape)
     if not stored.bits:
         return values * np.dtype(dtype).itemsize
+    if stored.kind == "native":
+        return sum(tensor.nbytes for tensor in stored.parts.values())
     groups = values // stored.group
     scale = 4 if any(tensor.dtype == "F32" for tensor in stored.parts.values()) else 2
     has_zeros = "qzeros" in stored.parts or "weight_zero_point" in stored.parts
     return values * stored.bits // 8 + groups * (scale + has_zeros)
 
 
-def _missing(inventory: Inventory, canonical: str, prefix: str) -> str:
-    name = names.spell(canonical, prefix)
+def _missing(inventory: Inventory, canonical: str, name: str) -> str:
     message = f"{inventory.listing} lacks tensor {name!r}"
     if canonical == names.HEAD:
         return f"{message}: set tie_word_embeddings in config.json if the embedding is the head, or restore the tensor"

@@ -6,6 +6,7 @@ here these names stand for functions of ours: nothing that the file brings is ev
 
 import collections
 import io
+import json
 import pickle
 import zipfile
 from pathlib import Path
@@ -36,6 +37,34 @@ def read_draft_ids(path: Path) -> np.ndarray:
         raise CheckpointError(
             f"{path} is not a vector of int64 as torch.save writes it ({error}): download it again"
         ) from error
+
+
+def read_vocabulary(path: Path, vocab_size: int) -> np.ndarray:
+    """Ascending int64 ids `[n]` from a JSON list or a file of `write_draft_ids`, in any order there.
+
+    Raises:
+      CheckpointError: no such file or list, an id twice or outside the vocabulary, or none at all.
+    """
+    if zipfile.is_zipfile(path):
+        ids = read_draft_ids(path)
+    else:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} is no JSON list of token ids and no .pt file of them ({error})") from error
+        if not isinstance(values, list) or not values or not all(type(i) is int and abs(i) < 1 << 63 for i in values):
+            raise CheckpointError(f"{path} must hold a JSON list of one or more token ids")
+        ids = np.array(values, np.int64)
+    ids, counts = np.unique(ids, return_counts=True)
+    if ids[0] < 0 or ids[-1] >= vocab_size:
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        raise CheckpointError(
+            f"{path} names {len(outside)} ids outside the vocabulary of {vocab_size}, for example {outside[0]}: it was "
+            "made for another model"
+        )
+    if counts.max() > 1:
+        raise CheckpointError(f"{path} names {np.sum(counts > 1)} ids more than once, for example {ids[counts > 1][0]}")
+    return ids
 
 
 def write_draft_ids(path: Path, ids: np.ndarray) -> None:

@@ -11,6 +11,7 @@ from qwen38_jax.checkpoint.accounting import Assignment, assign
 from qwen38_jax.checkpoint.files import CheckpointError, Inventory, read_json, reject, take_inventory
 from qwen38_jax.checkpoint.load import load_leaves
 from qwen38_jax.checkpoint.names import Place, place
+from qwen38_jax.checkpoint.native import Native
 from qwen38_jax.config import ConfigError, DFlash2Config
 from qwen38_jax.params import DFlash2Params, abstract_dflash2
 
@@ -59,8 +60,14 @@ class DrafterAccount(Assignment):
 
 
 def take_drafter_account(inventory: Inventory, cfg: DFlash2Config, hf_config: Mapping[str, Any]) -> DrafterAccount:
-    """Holds the headers' tensors against `abstract_dflash2(cfg)`. Reads no tensor data and raises nothing."""
-    places = drafter_places(cfg)
+    """Holds the headers' tensors against `abstract_dflash2(cfg)`. Reads no tensor data.
+
+    Raises:
+      CheckpointError: config.json announces a prepared drafter that this version cannot read.
+    """
+    native, places = Native.from_hf(hf_config), drafter_places(cfg)
+    if native is not None:
+        places = native.places(places)
     stored, missing, unexpected, faults = assign(places, inventory.tensors, hf_config)
     problems = [
         f"{inventory.listing} lacks tensor {name!r}: download the drafter again, or correct its config.json"

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qwen38_jax.checkpoint import names
+from qwen38_jax.checkpoint import names, native
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
 from qwen38_jax.checkpoint.names import Place
 from qwen38_jax.checkpoint.pack import Packed, quantization_config
@@ -25,7 +25,7 @@ from qwen38_jax.checkpoint.write import (
 )
 from qwen38_jax.config import ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params
-from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, is_quantised
+from qwen38_jax.quantization import LAYOUTS, QuantTensor, RowBlocks, Weight, is_quantised
 
 
 def export_checkpoint(
@@ -88,6 +88,7 @@ def _agreeing_config(hf_config: Mapping[str, Any], cfg: ModelConfig) -> dict[str
     """`hf_config` with the dtype and the MTP head of `cfg`; all else must describe the same model already."""
     config = copy.deepcopy(dict(hf_config))
     config.pop("quantization_config", None)
+    config.pop(native.KEY, None)
     text = config.get("text_config", config)
     for level in (config, text):
         level.pop("torch_dtype", None)
@@ -140,6 +141,8 @@ def _tensors(place: Place, leaf: Weight, model_dtype: str, prefix: str) -> Itera
     begin = 0
     for part in place.slices:
         block, rows = _block(place, leaf, slice(begin, begin + part.shape[0]))
+        if isinstance(block, QuantTensor):
+            block = LAYOUTS[block.layout].unpack(block)
         begin += part.shape[0]
         for layer, name in enumerate(part.names):
             spelled = names.spell(name, prefix)

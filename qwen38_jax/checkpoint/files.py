@@ -23,15 +23,19 @@ _BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-# Of the dtypes that loading reads.
+# Of the dtypes that are read and written here.
 _NUMPY = {
     "BF16": ml_dtypes.bfloat16,
     "F16": np.float16,
     "F32": np.float32,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "I32": np.int32,
     "I64": np.int64,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I8": np.int8,
+    "U8": np.uint8,
 }
+DTYPES = {code: np.dtype(dtype).name for code, dtype in _NUMPY.items()}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _MAX_SHOWN = 10
 

@@ -7,6 +7,7 @@
             weight_zero_point, weight_g_idx
     gptq    qweight [K/8, N], qzeros, scales, optional g_idx and bias (all 0)   AutoGPTQ, GPTQModel, AutoRound
     awq     qweight [K, N/8], qzeros, scales                                    AutoAWQ, 4 bits
+    native  codes, scales, optional zeros, group_of                             fields of a `QuantTensor`, see `native`
 
 Groups are the same number of columns each, a power of two or a whole row: with that the shape of the scales alone tells
 the group size, and a group size that does not divide K is always seen.
@@ -16,7 +17,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from qwen38_jax.checkpoint.files import TensorInfo
+from qwen38_jax.checkpoint.files import DTYPES, TensorInfo
+from qwen38_jax.checkpoint.native import KEY, Native, Spec, leaf_of
 
 FLOATS = ("BF16", "F16", "F32")
 FP8_BLOCK = 128
@@ -25,6 +27,7 @@ _PARTS = {
     "packed": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx", "bias")),
     "awq": (("qweight", "qzeros", "scales"), ()),
+    "native": (("codes", "scales"), ("zeros", "group_of")),
     "fp8": (("weight", "weight_scale_inv"), ()),
     "dense": (("weight",), ()),
 }
@@ -44,18 +47,23 @@ PARTS |= {*_FOREIGN, *_COMPANIONS}
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What config.json says about the zero points of GPTQ tensors, which they do not tell themselves.
+    """What config.json says that tensors do not tell: of GPTQ's zero points, and of a prepared checkpoint's layouts.
 
     Attributes:
       zeros: `gptq` (stored less 1), `gptq_v2` (stored as they are), or None when nothing is said.
       symmetric: None when nothing is said.
+      native: of a prepared checkpoint, how each leaf is quantised; empty for any other.
     """
 
     zeros: str | None
     symmetric: bool | None
+    native: Mapping[str, Spec] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_hf(cls, hf_config: Mapping[str, Any]) -> "Declared":
+        native = Native.from_hf(hf_config)
+        if native is not None:
+            return cls(None, None, native.weights)
         declared = hf_config.get("quantization_config")
         if not isinstance(declared, Mapping):
             return cls(None, None)
@@ -78,6 +86,7 @@ class Stored:
       shape: of the weight in the file.
       bits, group: of integers; 0 and 0 for floats, which includes FP8.
       declared: see there.
+      spec: what config.json says of it, in a prepared checkpoint; None for any other, and for floats.
     """
 
     weight: str
@@ -87,6 +96,12 @@ class Stored:
     bits: int
     group: int
     declared: Declared
+    spec: Spec | None = None
+
+    @property
+    def layout(self) -> str:
+        """Key of `quantization.LAYOUTS`."""
+        return self.spec.layout if self.spec else "rows"
 
     @property
     def main(self) -> TensorInfo:
@@ -101,7 +116,7 @@ class Stored:
         if self.kind == "dense":
             return self.main.dtype.lower()
         groups = "per channel" if self.group == self.shape[-1] else f"group {self.group}"
-        return f"int{self.bits} {groups} ({_NAMES[self.kind]})"
+        return f"int{self.bits} {groups} ({_NAMES.get(self.kind, self.layout)})"
 
 
 def classify(
@@ -130,6 +145,15 @@ def classify(
     if problems:
         return problems
     bits, group, problems = 0, 0, []
+    spec = declared.native.get(leaf_of(weight))
+    if (kind == "native") != (spec is not None):
+        said = "nothing of it" if spec is None else f"that it is {spec.label}"
+        return [
+            f"{first} is stored as {kind}, but {KEY!r} in config.json says {said}: they belong to different checkpoints"
+        ]
+    if spec is not None:
+        problems = _native(parts, shape, spec)
+        return problems or Stored(weight, kind, parts, shape, spec.bits, spec.group, declared, spec)
     if kind == "dense":
         problems = _check(parts["weight"], shape, FLOATS)
     elif kind == "fp8":
@@ -144,6 +168,8 @@ def classify(
 def _kind(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> str | None:
     if any(part in parts for part in ("weight_global_scale", "weight_scale_2", "trellis", *_COMPANIONS)):
         return None
+    if "codes" in parts:
+        return "native"
     if "weight_packed" in parts:
         return "packed"
     if "qweight" in parts:
@@ -193,6 +219,20 @@ def _integers(kind: str, parts: Mapping[str, TensorInfo], shape: tuple[int, int]
         elif part == "weight_shape":
             problems += _check(tensor, (2,), ("I32", "I64"))
     return bits, group, problems
+
+
+def _native(parts: Mapping[str, TensorInfo], shape: tuple[int, ...], spec: Spec) -> list[str]:
+    """What contradicts the fields of a matrix `[N, K]` in its layout."""
+    try:
+        template = spec.template(shape, parts)
+    except ValueError as error:
+        return [f"{parts['codes']} cannot hold {list(shape)} as {spec.label}: {error}"]
+    problems = []
+    for part, tensor in parts.items():
+        field = getattr(template, part)
+        codes = tuple(code for code, name in DTYPES.items() if name == field.dtype.name)
+        problems += _check(tensor, field.shape, codes)
+    return problems
 
 
 def _codes_shape(kind: str, shape: tuple[int, int], bits: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from qwen38_jax.checkpoint.formats import Stored
 from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.checkpoint.native import Spec
 from qwen38_jax.checkpoint.unpack import Rows, concatenate, floats, integers, no_zeros, own_order
 
 
@@ -16,11 +17,13 @@ class Block:
 
     Attributes:
       arrays: `weight` alone, or the fields of a `QuantTensor`; of each layer of a stack, else of one.
-      bits: of integers; 0 for floats.
+      shape: of the matrix that one layer is.
+      spec: how integers are stored; None for floats.
     """
 
     arrays: dict[str, list[Rows]]
-    bits: int
+    shape: tuple[int, ...]
+    spec: Spec | None
 
 
 def leaf_blocks(place: Place, stored: Mapping[str, Stored]) -> list[Block]:
@@ -29,7 +32,7 @@ def leaf_blocks(place: Place, stored: Mapping[str, Stored]) -> list[Block]:
     Alike are floats; and integers of the same width and groups, whose columns are in the same order.
     """
     slices = [[_Matrix.of(stored[name], place) for name in part.names] for part in place.slices]
-    formats = {(matrix.stored.bits, matrix.stored.group) for layers in slices for matrix in layers}
+    formats = {(m.stored.bits, m.stored.group, m.stored.layout) for layers in slices for m in layers}
     if len(formats) == 1 and all(_same_order(layer) for layer in zip(*slices, strict=True)):
         return [_fuse(slices)]
     return [_fuse([layers]) for layers in slices]
@@ -76,4 +79,9 @@ def _fuse(slices: list[list[_Matrix]]) -> Block:
         name: [parts[0] if name == "group_of" else concatenate(parts) for parts in layers]
         for name, layers in arrays.items()
     }
-    return Block(fused, slices[0][0].stored.bits)
+    first = slices[0][0].stored
+    rows = sum(layers[0].stored.shape[0] for layers in slices)
+    if not first.bits:
+        return Block(fused, (rows, *fused["weight"][0].shape[1:]), None)
+    spec = first.spec or Spec(first.bits, first.group, fused["scales"][0].dtype, "rows")
+    return Block(fused, (rows, first.shape[1]), spec)

@@ -13,20 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.checkpoint import names
+from qwen38_jax.checkpoint import names, unpack
 from qwen38_jax.checkpoint.accounting import Account, Assignment, place_bytes, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_json, read_rows, reject, take_inventory
 from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
 from qwen38_jax.checkpoint.names import Place
-from qwen38_jax.checkpoint.unpack import Rows
+from qwen38_jax.checkpoint.unpack import Rows, row_chunks
 from qwen38_jax.config import ConfigError, ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params, abstract
 from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, quant_tensor
 
-# Largest piece of a tensor on its way to the device, in fp32, and how many leaves are loaded at a time. What the host
-# holds beside the arrays is a few pieces for each.
-_CHUNK_BYTES = 16 << 20
-_WORKERS = min(8, os.cpu_count() or 1)
+_WORKERS = min(8, os.cpu_count() or 1)  # leaves that are loaded at a time; the host holds a few pieces of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +148,7 @@ def _check_tied(sources: dict[str, TensorInfo]) -> None:
 def _same(a: TensorInfo, b: TensorInfo) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return all(read_rows(a, *rows).tobytes() == read_rows(b, *rows).tobytes() for rows in _row_chunks(a.shape))
+    return all(read_rows(a, *rows).tobytes() == read_rows(b, *rows).tobytes() for rows in row_chunks(a.shape))
 
 
 def load_leaves(account: Assignment) -> list[Weight]:
@@ -183,7 +180,11 @@ def _load_place(place: Place, account: Assignment) -> Weight:
 
 def _load_block(block: Block, place: Place) -> jax.Array | QuantTensor:
     arrays = {name: _load_array(layers, place.stacked) for name, layers in block.arrays.items()}
-    return quant_tensor(**arrays, bits=block.bits, dtype=place.info.dtype) if block.bits else arrays["weight"]
+    if block.spec is None:
+        return arrays["weight"]
+    if block.spec.layout == "rows":
+        return quant_tensor(**arrays, bits=block.spec.bits, dtype=place.info.dtype)
+    return block.spec.template(block.shape, arrays).replace(**arrays, dtype=place.info.dtype)
 
 
 def _load_array(layers: list[Rows], stacked: bool) -> jax.Array:
@@ -192,7 +193,7 @@ def _load_array(layers: list[Rows], stacked: bool) -> jax.Array:
     (On CPU, writing in pieces would be slow besides: XLA widens all of a bf16 array to fp32 to update a part.)
     """
     nbytes = sum(math.prod(rows.shape) * np.dtype(rows.dtype).itemsize for rows in layers)
-    if jax.default_backend() == "cpu" or nbytes <= _CHUNK_BYTES:
+    if jax.default_backend() == "cpu" or nbytes <= unpack.CHUNK_BYTES:
         return jax.device_put(_fill_host(layers, stacked))
     return _fill_device(layers, stacked)
 
@@ -228,14 +229,5 @@ def _write(array: jax.Array, piece: jax.Array, corner: tuple[int, ...]) -> jax.A
 def _pieces(layers: list[Rows]) -> Iterator[tuple[int, int, np.ndarray]]:
     """(layer, first row, rows) of everything that fills an array."""
     for layer, rows in enumerate(layers):
-        for start, stop in _row_chunks(rows.shape):
+        for start, stop in row_chunks(rows.shape):
             yield layer, start, rows.read(start, stop)
-
-
-def _row_chunks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that cover an array, all of one length, so that one compiled write serves them all."""
-    rows = shape[0]
-    step = min(rows, max(1, _CHUNK_BYTES // (4 * math.prod(shape[1:]))))
-    for start in range(0, rows, step):
-        start = min(start, rows - step)  # the last chunk goes over some rows again
-        yield start, start + step

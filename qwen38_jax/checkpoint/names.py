@@ -22,6 +22,7 @@ _SPELLINGS = {
     "trunk": (TRUNK_PREFIXES, ("embed_tokens.", "layers.", "norm.")),
     "head": ((*TRUNK_PREFIXES, "language_model."), ("lm_head.",)),
     "mtp": (("", "model.", "language_model."), ("mtp.",)),
+    "native": (("",), ("embed.", "linear.", "full.", "draft_head.")),  # of a prepared checkpoint, see `native`
 }
 _VISION = re.compile(r"(model\.|language_model\.)*(visual|vision_tower|vision_model|multi_modal_projector)\.")
 
@@ -98,7 +99,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class ParsedName:
-    kind: str  # trunk, head, mtp, vision or unknown
+    kind: str  # trunk, head, mtp, native, vision or unknown
     canonical: str
     prefix: str
 
@@ -168,7 +169,9 @@ def spell(canonical: str, prefix: str) -> str:
 
 def layer_class(parsed: ParsedName) -> str:
     """The class that `inspect` counts a tensor under."""
-    if parsed.kind != "trunk":
+    if parsed.canonical.startswith("draft_head."):
+        return "mtp"
+    if parsed.kind not in ("trunk", "native"):
         return parsed.kind
     if parsed.canonical.endswith("norm.weight"):
         return "norms"
@@ -180,8 +183,11 @@ def layer_class(parsed: ParsedName) -> str:
 
 _CLASSES = {
     "embed_tokens.": "embed",
+    "embed.": "embed",
+    ".mlp.": "mlp",
     ".linear_attn.": "gated_delta_net",
     ".self_attn.": "attention",
-    ".mlp.": "mlp",
+    "linear.": "gated_delta_net",
+    "full.": "attention",
 }
 LAYER_CLASSES = ("gated_delta_net", "attention", "mlp", "norms", "embed", "head", "mtp", "vision", "unknown")

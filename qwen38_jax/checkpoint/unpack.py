@@ -2,15 +2,18 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
 
-from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_columns, read_rows
+from qwen38_jax.checkpoint.files import DTYPES, CheckpointError, TensorInfo, read_columns, read_rows
 from qwen38_jax.checkpoint.formats import FP8_BLOCK, Stored
 
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# Largest piece of a tensor on its way to the device or to another file, in fp32.
+CHUNK_BYTES = 16 << 20
+
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of a word that holds each of its eight columns
 
 
@@ -49,6 +52,18 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     return Rows((ends[-1], *parts[0].shape[1:]), parts[0].dtype, read)
 
 
+def row_chunks(shape: tuple[int, ...], *, overlap: bool = True) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that cover an array, a few MB each.
+
+    overlap: all are of one length, so that one compiled program serves them all; the last goes over some rows again.
+    """
+    rows = shape[0]
+    step = min(rows, max(1, CHUNK_BYTES // (4 * math.prod(shape[1:]))))
+    for start in range(0, rows, step):
+        start = min(start, rows - step) if overlap else start
+        yield start, min(start + step, rows)
+
+
 def floats(stored: Stored, dtype: str) -> Rows:
     """A weight stored in floats, `stored.shape`, in `dtype`.
 
@@ -73,6 +88,8 @@ def integers(stored: Stored, dtype: str) -> dict[str, Rows]:
     Raises:
       CheckpointError: zero points or column order contradict the other tensors or config.json; a bias is not 0.
     """
+    if stored.kind == "native":
+        return {name: _native(stored, name, dtype) for name in stored.parts}
     (n, k), bits = stored.shape, stored.bits
     _check_weight_shape(stored)
     _check_bias(stored)
@@ -81,7 +98,7 @@ def integers(stored: Stored, dtype: str) -> dict[str, Rows]:
         "codes": Rows((n, k * bits // 8), "uint8", lambda start, stop: _codes(stored, start, stop)),
         "scales": Rows(
             (n, k // stored.group),
-            _DTYPES[scales.dtype],
+            DTYPES[scales.dtype],
             lambda start, stop: _scales(stored, scales, start, stop, dtype),
         ),
     }
@@ -96,6 +113,16 @@ def integers(stored: Stored, dtype: str) -> dict[str, Rows]:
     if group_of is not None:
         parts["group_of"] = Rows((k,), "int32", lambda start, stop: group_of[start:stop])
     return parts
+
+
+def _native(stored: Stored, name: str, dtype: str) -> Rows:
+    """One field as it is. In the layout "rows" scales and order are checked as those of every other format."""
+    tensor = stored.parts[name]
+    if stored.layout == "rows" and name == "scales":
+        return Rows(tensor.shape, DTYPES[tensor.dtype], lambda *rows: _scales(stored, tensor, *rows, dtype))
+    if stored.layout == "rows" and name == "group_of":
+        _group_of(stored)
+    return Rows(tensor.shape, DTYPES[tensor.dtype], lambda *rows: read_rows(tensor, *rows))
 
 
 def no_zeros(stored: Stored) -> Rows:
@@ -140,7 +167,8 @@ def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _scales(stored: Stored, tensor: TensorInfo, start: int, stop: int, dtype: str) -> np.ndarray:
-    scales = read_rows(tensor, start, stop) if stored.kind == "packed" else read_columns(tensor, start, stop).T
+    by_rows = stored.kind in ("packed", "native")
+    scales = read_rows(tensor, start, stop) if by_rows else read_columns(tensor, start, stop).T
     _require_finite(tensor, scales)
     largest = np.abs(scales.astype(np.float32)).max(initial=0)
     if largest * 2.0**stored.bits > float(ml_dtypes.finfo(dtype).max):
@@ -210,7 +238,7 @@ def _check_balance(stored: Stored, zeros: np.ndarray, offset: int) -> None:
 
 def _group_of(stored: Stored) -> np.ndarray | None:
     """int32 [K], the group of each column; None for k // group."""
-    tensor = stored.parts.get("weight_g_idx" if stored.kind == "packed" else "g_idx")
+    tensor = stored.parts.get({"packed": "weight_g_idx", "native": "group_of"}.get(stored.kind, "g_idx"))
     if tensor is None:
         return None
     columns = stored.shape[1]

@@ -15,16 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from qwen38_jax.checkpoint.files import INDEX, SINGLE, CheckpointError, require_tokenizer
+from qwen38_jax.checkpoint.files import DTYPES, INDEX, SINGLE, CheckpointError, require_tokenizer
 
-_CODES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-}
+CODES = {name: code for code, name in DTYPES.items()}
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -114,6 +107,12 @@ def write_shards(
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def write_safetensors(path: Path, tensors: Sequence[NewTensor]) -> None:
+    """Writes one file."""
+    for tensor, offset in _begin_safetensors(path, tensors):
+        _write_tensor(tensor, path, offset)
+
+
 def _begin_safetensors(path: Path, tensors: Sequence[NewTensor]) -> list[tuple[NewTensor, int]]:
     """Writes the header of a file, and says at which byte of the file each tensor belongs.
 
@@ -125,7 +124,7 @@ def _begin_safetensors(path: Path, tensors: Sequence[NewTensor]) -> list[tuple[N
     begins = list(itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0))
     for tensor, begin in zip(tensors, begins, strict=False):
         span = [begin, begin + tensor.nbytes]
-        header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text)

@@ -1,6 +1,8 @@
 """Matrices of 4- and 8-bit integers with scales."""
 
 from qwen38_jax.quantization.tensor import (
+    LAYOUTS,
+    Layout,
     QuantTensor,
     RowBlocks,
     Weight,
@@ -10,4 +12,14 @@ from qwen38_jax.quantization.tensor import (
     quantize,
 )
 
-__all__ = ["QuantTensor", "RowBlocks", "Weight", "dequantize", "is_quantised", "quant_tensor", "quantize"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "QuantTensor",
+    "RowBlocks",
+    "Weight",
+    "dequantize",
+    "is_quantised",
+    "quant_tensor",
+    "quantize",
+]

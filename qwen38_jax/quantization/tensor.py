@@ -6,13 +6,15 @@ Codes are signed (-8..7 or -128..127) and so are scales: a quantiser that uses t
 of largest magnitude take the code -8, which makes about half of the scales negative.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 Array = jax.Array
 
-LAYOUTS = ("rows",)
 _SCALE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -32,7 +34,7 @@ class QuantTensor:
       bits: 4 or 8.
       group: columns that share a scale; K when there is one scale per row (per channel).
       dtype: of the matrix that this stands for, as an array has one.
-      layout: how the codes are arranged; "rows" is the order described here.
+      layout: how the arrays are arranged, one of `LAYOUTS`; "rows" is the order described here.
     """
 
     codes: Array
@@ -47,7 +49,8 @@ class QuantTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """`[..., N, K]` of the matrix."""
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits)
+        rows = self if self.layout == "rows" else jax.eval_shape(LAYOUTS[self.layout].unpack, self)
+        return (*rows.codes.shape[:-1], rows.codes.shape[-1] * 8 // self.bits)
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +59,19 @@ class QuantTensor:
     def astype(self, dtype) -> "QuantTensor":
         """The same integers, standing for a matrix of another dtype."""
         return self.replace(dtype=jnp.dtype(dtype).name)
+
+
+class Layout(NamedTuple):
+    """An arrangement of a `QuantTensor`'s arrays; both functions take leading axes as they come.
+
+    pack: of the layout "rows" into this one; raises ValueError for a matrix that it cannot hold. unpack: the inverse.
+    """
+
+    pack: Callable[[QuantTensor], QuantTensor]
+    unpack: Callable[[QuantTensor], QuantTensor]
+
+
+LAYOUTS = {"rows": Layout(pack=lambda w: w, unpack=lambda w: w)}
 
 
 @struct.dataclass
@@ -102,17 +118,14 @@ def quant_tensor(
     *,
     bits: int,
     dtype: str,
-    layout: str = "rows",
 ) -> QuantTensor:
-    """A `QuantTensor` of parts that fit each other; the group size follows from their shapes.
+    """A `QuantTensor` in the layout "rows" of parts that fit each other; the group size follows from their shapes.
 
     Raises:
       ValueError: shapes or dtypes contradict each other; the message has both.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout {layout!r} is unknown; expected one of {LAYOUTS}")
     if codes.dtype != jnp.uint8 or codes.ndim < 2:
         raise ValueError(f"codes must be uint8 [..., N, K * {bits} / 8], got {codes.dtype}{list(codes.shape)}")
     *rows, width = codes.shape
@@ -131,7 +144,7 @@ def quant_tensor(
             f"group_of must be int32{[*rows[:-1], columns]} for this matrix, got {group_of.dtype}{list(group_of.shape)}"
         )
     group = columns // scales.shape[-1]
-    return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, layout)
+    return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, "rows")
 
 
 def dequantize(w: Weight, dtype: str | None = None) -> Array:
@@ -140,6 +153,7 @@ def dequantize(w: Weight, dtype: str | None = None) -> Array:
         return jnp.concatenate([dequantize(block, dtype) for block in w.blocks], axis=-2)
     if not isinstance(w, QuantTensor):
         return w.astype(dtype or w.dtype)
+    w = LAYOUTS[w.layout].unpack(w)
     codes = unpack(w.codes, w.bits)
     if w.group_of is None:
         zeros, scales = (None if t is None else jnp.repeat(t, w.group, axis=-1) for t in (w.zeros, w.scales))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen38_jax.checkpoint import CheckpointError, load
+from qwen38_jax.checkpoint import CheckpointError, unpack
 from qwen38_jax.checkpoint.files import TensorInfo
 from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
 from qwen38_jax.quantization import QuantTensor, dequantize
@@ -118,7 +118,7 @@ def test_fp8_becomes_the_models_dtype(tmp_path, shape, dtype):
 @pytest.mark.parametrize("chunk_bytes", [1, 300, 5000])
 @pytest.mark.parametrize("form", ["compressed", "gptq", "awq", "fp8"])
 def test_reading_in_chunks_changes_nothing(tmp_path, monkeypatch, chunk_bytes, form):
-    monkeypatch.setattr(load, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(unpack, "CHUNK_BYTES", chunk_bytes)
     if form == "fp8":
         return test_fp8_becomes_the_models_dtype(tmp_path, (130, 300), "float32")
     m = random_matrix(24, 64, 4, symmetric=False)

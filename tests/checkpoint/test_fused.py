@@ -82,7 +82,7 @@ def test_floats_beside_integers(tmp_path):
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 16, 20, 100])
 def test_pieces_may_end_anywhere(tmp_path, monkeypatch, chunk_rows):
-    monkeypatch.setattr("qwen38_jax.checkpoint.load._CHUNK_BYTES", 4 * (K // 2) * chunk_rows)
+    monkeypatch.setattr("qwen38_jax.checkpoint.unpack.CHUNK_BYTES", 4 * (K // 2) * chunk_rows)
     slices = matrices({"groups": 4}, {"groups": 4}, {"groups": 4})
     check(load(tmp_path, slices), slices)
 

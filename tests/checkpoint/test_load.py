@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from qwen38_jax.checkpoint import files, load, load_checkpoint, names
+from qwen38_jax.checkpoint import files, load, load_checkpoint, names, unpack
 from qwen38_jax.checkpoint.synthetic import recipe, write
 from qwen38_jax.config import ConfigError
 from qwen38_jax.params import abstract
@@ -292,7 +292,7 @@ def test_files_outside_the_index_are_noted_and_ignored(tmp_path):
 def test_reading_in_chunks_changes_nothing(tmp_path, monkeypatch, chunk_bytes):
     path = make(tmp_path / "m", dtype="bfloat16")
     want = load_checkpoint(path).params
-    monkeypatch.setattr(load, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(unpack, "CHUNK_BYTES", chunk_bytes)
     assert_same(load_checkpoint(path).params, want)
 
 
@@ -301,14 +301,14 @@ def test_filling_on_the_device_equals_filling_on_the_host(tmp_path, monkeypatch,
     path = tmp_path / "m"
     write(path, recipe(like, scale="small", layers=4, vision=False))
     want = load_checkpoint(path).params
-    monkeypatch.setattr(load, "_CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(unpack, "CHUNK_BYTES", 10_000)
     monkeypatch.setattr(load, "_fill_host", load._fill_device)
     assert_same(load_checkpoint(path).params, want)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 100])
 def test_row_chunks_cover_every_row_with_one_length(monkeypatch, rows):
-    monkeypatch.setattr(load, "_CHUNK_BYTES", 4 * 16 * 7)
-    chunks = list(load._row_chunks((rows, 16)))
+    monkeypatch.setattr(unpack, "CHUNK_BYTES", 4 * 16 * 7)
+    chunks = list(unpack.row_chunks((rows, 16)))
     assert {row for start, stop in chunks for row in range(start, stop)} == set(range(rows))
     assert {stop - start for start, stop in chunks} == {min(rows, 7)}
