@@ -17,7 +17,7 @@ import numpy as np
 
 from qwen38_jax.checkpoint.files import INDEX, SINGLE, CheckpointError, require_tokenizer
 
-_CODES = {
+CODES = {
     "float32": "F32",
     "bfloat16": "BF16",
     "float16": "F16",
@@ -125,7 +125,7 @@ def _begin_safetensors(path: Path, tensors: Sequence[NewTensor]) -> list[tuple[N
     begins = list(itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0))
     for tensor, begin in zip(tensors, begins, strict=False):
         span = [begin, begin + tensor.nbytes]
-        header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text)

@@ -63,7 +63,7 @@ def test_what_the_process_holds_of_a_gpu(monkeypatch):
 def test_faults_are_told(directory, capsys):
     with pytest.raises(SystemExit, match="config.json is missing"):
         main(["--checkpoint", str(directory.parent), "--weights", "random"])
-    with pytest.raises(SystemExit, match="0.5 GiB are not more"):
+    with pytest.raises(SystemExit, match="0.5 GiB leaves nothing"):
         main(["--checkpoint", str(directory), "--weights", "random", "--memory-gib", "0.5"])
     with pytest.raises(SystemExit):
         main(["--checkpoint", str(directory), "--weights", "random", "--steps", "0"])
