@@ -23,7 +23,8 @@ import numpy as np
 from experiments.harness import WEIGHTS, Timing, append, measure_chain, new_record, table
 from qwen38_jax.checkpoint.load import Checkpoint, load_checkpoint, sound_account
 from qwen38_jax.decode import decode_step, prefill, start
-from qwen38_jax.engine.memory import cap_device_memory, nvidia_smi
+from qwen38_jax.engine.memory import cap_device_memory, device_budget, nvidia_smi
+from qwen38_jax.engine.plan import Settings, Weights, make_plan, require_fit
 from qwen38_jax.params import tree_bytes
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
@@ -37,7 +38,8 @@ COLUMNS = (
     "gb_per_second=GB/s",
     "host_peak_gb=host peak, GB",
     "host_peak_anonymous_gb=of it anonymous",
-    "load_pool_peak_gib=pool peak, GiB",
+    "planned_gib=planned, GiB",
+    "pool_peak_gib=pool peak, GiB",
     "process_gib=process, GiB",
     "ms_per_step=ms/step",
 )
@@ -49,6 +51,8 @@ def load_record(
 ) -> dict[str, Any]:
     """Loads a checkpoint, then reads a prompt of random ids and decodes a few tokens with it."""
     account, _, _ = sound_account(directory, dtype=dtype)
+    resident, settings = Weights.of_accounts(account), Settings(context=prompt + 4 * steps + 1, prompt=prompt)
+    require_fit(resident, settings, device_budget(memory_gib), f"{directory} with {prompt} tokens")
     parts = [tensor for stored in account.stored.values() for tensor in stored.parts.values()]
     read_bytes = sum(tensor.nbytes for tensor in parts)
     prepare_cache({tensor.path for tensor in parts}, cache)
@@ -61,7 +65,7 @@ def load_record(
         seconds = time.perf_counter() - began
     pool = pool_peak()
     process.append(process_bytes())
-    prefill_seconds, step = run(checkpoint, prompt, steps)
+    prefill_seconds, step = run(checkpoint, settings.sizes(account.cfg), prompt, steps)
     process.append(process_bytes())
     return new_record(
         QUESTION,
@@ -80,6 +84,7 @@ def load_record(
         results={
             "read_gb": read_bytes / 1e9,
             "params_gib": tree_bytes((checkpoint.params, checkpoint.draft_head)) / 2**30,
+            "planned_gib": make_plan(resident, settings).nbytes / 2**30,
             "load_seconds": seconds,
             "gb_per_second": read_bytes / seconds / 1e9,
             "host_peak_gb": host.peak / 1e9,
@@ -115,7 +120,7 @@ def prepare_cache(paths: set[Path], state: str) -> None:
             list(pool.map({"warm": read, "cold": forget}[state], paths))
 
 
-def run(checkpoint: Checkpoint, prompt: int, steps: int) -> tuple[float, Timing]:
+def run(checkpoint: Checkpoint, sizes: StateConfig, prompt: int, steps: int) -> tuple[float, Timing]:
     """Reads `prompt` random ids and decodes greedily; seconds of the first, after its compilation, and of a step."""
     params, cfg = checkpoint.params, checkpoint.cfg
     greedy = SamplingParams(temperature=0.0, seed=0)
@@ -123,11 +128,10 @@ def run(checkpoint: Checkpoint, prompt: int, steps: int) -> tuple[float, Timing]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, vocab, (1, prompt), dtype=np.int32))
     read = jax.jit(lambda p, t, v, s: prefill(p, cfg, t, v, s), donate_argnums=3)
     step = jax.jit(lambda p, s: decode_step(p, cfg, s, top=0), donate_argnums=1)
-    capacity = prompt + 4 * steps + 1
 
     def empty():
         sampler = sampler_state([greedy], [()], vocab_size=vocab, real_vocab_size=vocab, eos_ids=())
-        return start(cfg, init_state(cfg, StateConfig(1, capacity)), sampler, jnp.ones(1, bool))
+        return start(cfg, init_state(cfg, sizes), sampler, jnp.ones(1, bool))
 
     valid = jnp.ones((1, prompt), bool)
     jax.block_until_ready(read(params, tokens, valid, empty()))

@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_generate(verbs.add_parser("generate", help="answer prompts"))
     _add_score(verbs.add_parser("score", help="log-probabilities and perplexity of given text or tokens"))
+    _add_plan(verbs.add_parser("plan", help="what a run needs of a device's memory, before it is allocated"))
     inspect = verbs.add_parser("inspect", help="what a checkpoint directory holds, without loading it")
     inspect.add_argument("directory", type=Path)
     inspect.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -48,6 +49,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16"),
         help="of weights and activations (default: the checkpoint's; float32 on a CPU)",
     )
+    parser.add_argument("--memory-gib", type=float, metavar="G", help="do with so much of the device's memory")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +92,28 @@ def _add_score(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_score)
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a directory (default: the small one that ships)"
+    )
+    weights.add_argument("--like", metavar="NAME", help="as published, without files: qwen3.8-27b-w4a16, ...-fast, ...")
+    weights.add_argument("--config", type=Path, metavar="FILE", help="a config.json alone, its weights in floats")
+    drafter = parser.add_mutually_exclusive_group()
+    drafter.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash2 drafter")
+    drafter.add_argument("--drafter-like", metavar="NAME", help="as published: qwen3.8-27b-dflash2, ...-dflash2-w4a16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as for generate, on that device")
+    parser.add_argument("--memory-gib", type=float, metavar="G", help="of a GPU (default: what this device has free)")
+    parser.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at a time (%(default)s)")
+    parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of each (%(default)s)")
+    parser.add_argument("--speculate", default="none", metavar="MODE", help="none, or some of mtp,dflash2,lookup")
+    parser.add_argument("--verify-tokens", type=int, metavar="K", help="drafts of a verify block, which has K + 1 rows")
+    parser.add_argument("--state-dtype", choices=("float32", "float16"), default="float32", help="recurrent state")
+    parser.add_argument("--kv-dtype", metavar="DTYPE", help="keys and values; in this version always the model's")
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    parser.set_defaults(run=_plan)
+
+
 def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -124,11 +148,9 @@ def _generate(args: argparse.Namespace) -> int:
     if args.no_thinking and args.chat is None and args.prompts is None:
         raise ValueError("--no-thinking is for a chat template: use --chat or --prompts")
     lines = None if args.prompts is None else list(_lines(args.prompts))
-    from qwen38_jax.engine import Engine, Request
+    from qwen38_jax.engine import Request
 
-    engine = Engine.from_checkpoint(
-        args.checkpoint, dtype=args.dtype, state_dtype=args.state_dtype, max_batch=args.max_batch
-    )
+    engine = _engine(args, state_dtype=args.state_dtype, max_batch=args.max_batch)
     sampling = engine.sampling(**flags)
     options = {"sampling": sampling, "thinking": not args.no_thinking}
     if lines is not None:
@@ -143,6 +165,15 @@ def _generate(args: argparse.Namespace) -> int:
     print()
     print(_summary(completion), file=sys.stderr)
     return 0
+
+
+def _engine(args: argparse.Namespace, **options):
+    from qwen38_jax.engine import Engine
+    from qwen38_jax.engine.memory import cap_device_memory
+
+    if args.memory_gib is not None:
+        cap_device_memory(args.memory_gib)
+    return Engine.from_checkpoint(args.checkpoint, dtype=args.dtype, memory_gib=args.memory_gib, **options)
 
 
 def _generate_file(engine, args: argparse.Namespace, lines: list[tuple[int, bytes]], options: dict) -> int:
@@ -214,9 +245,7 @@ def _summary(completion) -> str:
 
 
 def _score(args: argparse.Namespace) -> int:
-    from qwen38_jax.engine import Engine
-
-    engine = Engine.from_checkpoint(args.checkpoint, dtype=args.dtype)
+    engine = _engine(args)
     ids = args.token_ids
     if ids is None:
         ids = engine.tokenizer.encode(_read_text(args.text), parse_special=False)
@@ -239,6 +268,82 @@ def _read_text(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from qwen38_jax.engine.memory import card_budget, device_budget
+    from qwen38_jax.engine.plan import Settings, Weights
+    from qwen38_jax.engine.plan_report import make_report, to_json, to_text
+
+    drafters = () if args.speculate == "none" else tuple(args.speculate.split(","))
+    if args.verify_tokens is not None and not drafters:
+        raise ValueError("--verify-tokens is for drafts: add --speculate")
+    if ("dflash2" in drafters) != (args.drafter is not None or args.drafter_like is not None):
+        raise ValueError("--speculate dflash2 and --drafter (or --drafter-like) go together")
+    weights = Weights.of_accounts(*_accounts(args))
+    cfg = weights.cfg
+    if args.context > cfg.max_position_embeddings:
+        raise ValueError(f"--context {args.context}: the model's context is {cfg.max_position_embeddings}")
+    if args.kv_dtype not in (None, cfg.dtype):
+        raise ValueError(f"--kv-dtype {args.kv_dtype}: this version keeps keys and values as the model's {cfg.dtype}")
+    settings = Settings(
+        slots=args.slots,
+        context=args.context,
+        state_dtype=args.state_dtype,
+        drafters=drafters,
+        verify_rows=_verify_rows(args.verify_tokens, drafters),
+    )
+    budget = device_budget() if args.memory_gib is None else card_budget(args.memory_gib)
+    not_runnable = ["generate makes no drafts in this version (--speculate none)"] if drafters else []
+    report = make_report(weights, settings, budget, not_runnable)
+    print(json.dumps(to_json(report), indent=2) if args.json else to_text(report))
+    return 0 if report.fits else 1
+
+
+def _accounts(args: argparse.Namespace):
+    """What is known of the weights, without reading them: of the model, and of a DFlash2 drafter or None."""
+    import jax
+
+    from qwen38_jax.checkpoint import synthetic
+    from qwen38_jax.checkpoint.drafter import drafter_account
+    from qwen38_jax.checkpoint.files import read_json
+    from qwen38_jax.checkpoint.load import sound_account
+    from qwen38_jax.config import ModelConfig
+    from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
+
+    def published(name: str, known: Sequence[str], dtype: str | None):
+        if name not in known:
+            raise ValueError(f"nothing is published as {name!r}; known: {', '.join(known)}")
+        return unwritten(synthetic.recipe(name), dtype)
+
+    def unwritten(recipe, dtype: str | None):
+        cfg = recipe.cfg if dtype is None else dataclasses.replace(recipe.cfg, dtype=dtype)
+        return synthetic.account(dataclasses.replace(recipe, cfg=cfg))
+
+    dtype = args.dtype
+    if dtype is None and args.memory_gib is None and jax.default_backend() == "cpu":
+        dtype = "float32"  # as generate takes it here
+    if args.like is not None:
+        account = published(args.like, synthetic.MODELS, dtype)
+    elif args.config is not None:
+        account = unwritten(synthetic.stored_as("bf16", ModelConfig.from_hf(read_json(args.config))), dtype)
+    else:
+        account, _, _ = sound_account(args.checkpoint or SHIPPED_CHECKPOINT, dtype=dtype)
+    if args.drafter is not None:
+        return account, drafter_account(args.drafter, dtype=account.cfg.dtype)
+    if args.drafter_like is not None:
+        return account, published(args.drafter_like, synthetic.DRAFTERS, account.cfg.dtype)
+    return account, None
+
+
+_VERIFY_TOKENS = {"mtp": 4, "dflash2": 7, "lookup": 15}
+
+
+def _verify_rows(tokens: int | None, drafters: Sequence[str]) -> int:
+    """Rows of a verify block: the anchor and the drafts, by default as many as the drafters make."""
+    if not drafters:
+        return 0
+    return 1 + (max(_VERIFY_TOKENS.get(name, 0) for name in drafters) if tokens is None else tokens)
 
 
 def _inspect(args: argparse.Namespace) -> int:

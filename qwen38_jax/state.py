@@ -13,11 +13,13 @@ from flax import struct
 from jax import lax
 
 from qwen38_jax.block import Block
-from qwen38_jax.config import ModelConfig
+from qwen38_jax.config import DFlash2Config, ModelConfig
 from qwen38_jax.layers.attention import pages_at_once
 from qwen38_jax.layers.gated_delta_net import Writes, keep_columns, keep_rows
 
 Array = jax.Array
+
+_LEAST_CAPACITY = 512
 
 
 @struct.dataclass
@@ -128,6 +130,24 @@ def abstract_state(cfg: ModelConfig, sizes: StateConfig) -> State:
         conv=array(layers, batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels, dtype=dtype),
         pending=pending if rows else None,
     )
+
+
+def capacity_for(tokens: int) -> int:
+    """Tokens to make room for where `tokens` are wanted: a power of two, so that few programs serve all lengths."""
+    return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
+def abstract_mtp_cache(cfg: ModelConfig, sizes: StateConfig) -> KvCache:
+    """The MTP head's cache as shapes: one more attention layer under the same block table."""
+    kv = abstract_state(cfg, sizes).kv
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype), kv)
+
+
+def abstract_context_cache(cfg: DFlash2Config, batch: int) -> KvCache:
+    """A DFlash2 drafter's cache of context features as shapes: `[layers, batch, window, kv_heads, head_dim]`."""
+    shape = (cfg.num_hidden_layers, batch, cfg.sliding_window, cfg.num_key_value_heads, cfg.head_dim)
+    rows = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
+    return KvCache(k=rows, v=rows)
 
 
 def init_state(cfg: ModelConfig, sizes: StateConfig) -> State:

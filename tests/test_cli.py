@@ -1,11 +1,13 @@
 """The command as a user types it: output on stdout, one line of error on stderr, exit codes."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
 
+from qwen38_jax.checkpoint.load import read_config
 from qwen38_jax.cli import main
 
 
@@ -80,7 +82,7 @@ def test_score(capsys, tmp_path):
     assert code == 0 and record["tokens"] == len(record["logprobs"]) == len(record["token_ids"]) - 1
     assert 1 < record["perplexity"] < 1000
     ids = ",".join(map(str, record["token_ids"]))
-    code, out, _ = cli(capsys, "score", "--token-ids", ids)
+    code, out, _ = cli(capsys, "score", "--token-ids", ids, "--memory-gib", "2")
     assert code == 0 and f"{record['perplexity']:.4f}" in out
 
 
@@ -93,9 +95,60 @@ def test_inspect(capsys):
     assert json.loads(out)["mtp"] == "present"
 
 
+def test_plan(capsys):
+    fast = ("plan", "--like", "qwen3.8-27b-fast", "--memory-gib", "24", "--slots", "4")
+    code, out, _ = cli(capsys, *fast)
+    assert code == 0 and "fits, " in out and "a memory of 24 GiB" in out and "2,147,483,648" in out
+    drafter = ("--speculate", "mtp,dflash2", "--drafter-like", "qwen3.8-27b-dflash2-w4a16", "--json")
+    code, out, _ = cli(capsys, *fast, "--context", "65536", *drafter)
+    record = json.loads(out)
+    assert code == 1 and not record["fits"] and record["total"] > record["budget"]["nbytes"]
+    assert record["total"] == sum(item["nbytes"] for item in record["items"])
+    assert all(change["total"] <= record["budget"]["nbytes"] for change in record["fitting"]) and record["fitting"]
+    assert record["settings"]["verify_rows"] == 8 and record["dtype"] == "bfloat16"
+    assert "--speculate none" in record["not_runnable"][0]
+    code, out, _ = cli(capsys, *fast, "--context", "65536", *drafter[:-1], "--verify-tokens", "3")
+    assert code == 1 and "too much" in out and "would fit: 16,384 tokens" in out and "not runnable yet: " in out
+
+
+def test_plan_of_the_shipped_checkpoint_is_what_generate_takes_here(capsys):
+    from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
+    from qwen38_jax.params import byte_count
+
+    code, out, _ = cli(capsys, "plan", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["fits"] and record["dtype"] == "float32" and record["not_runnable"] == []
+    cfg = read_config(SHIPPED_CHECKPOINT)[2]
+    weights = sum(item["nbytes"] for item in record["items"] if item["part"] == "weights")
+    assert weights == byte_count(dataclasses.replace(cfg, dtype="float32"))
+    _, out, _ = cli(capsys, "plan", "--json", "--config", SHIPPED_CHECKPOINT / "config.json", "--dtype", "bfloat16")
+    halved = sum(item["nbytes"] for item in json.loads(out)["items"] if item["part"] == "weights")
+    assert weights / 2 <= halved < 0.51 * weights
+
+
+def test_memory_gib(capsys):
+    code, out, err = cli(capsys, "generate", "--prompt", "x", *GREEDY, "--memory-gib", "0.01")
+    assert code == 1 and not out and "a memory of 0.01 GiB leaves 0.01 GiB" in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "args,words",
     [
+        (("plan", "--like", "x"), "qwen3.8-27b-w4a16"),
+        (("plan", "--like", "qwen3.8-27b", "--kv-dtype", "int8", "--memory-gib", "24"), "--kv-dtype int8"),
+        (("plan", "--speculate", "dflash2"), "--drafter"),
+        (("plan", "--drafter", "/nonexistent"), "--speculate dflash2"),
+        (("plan", "--drafter", "/nonexistent", "--speculate", "dflash2"), "/nonexistent"),
+        (("plan", "--drafter-like", "tiny", "--speculate", "dflash2"), "qwen3.8-27b-dflash2"),
+        (("plan", "--drafter-like", "qwen3.8-27b-dflash2", "--speculate", "dflash2"), "another model"),
+        (("plan", "--speculate", "eagle"), "eagle"),
+        (("plan", "--verify-tokens", "4"), "--speculate"),
+        (("plan", "--speculate", "mtp", "--verify-tokens", "0"), "verify_rows"),
+        (("plan", "--config", "/nonexistent.json"), "/nonexistent.json"),
+        (("plan", "--context", "9999999"), "context is"),
+        (("plan", "--slots", "0"), "slots"),
+        (("plan", "--memory-gib", "1"), "1 GiB"),
+        (("generate", "--prompt", "x", "--memory-gib", "-1"), "-1 GiB"),
         (("generate", "--prompt", "x", "--checkpoint", "/nonexistent"), "/nonexistent"),
         (("generate", "--prompt", ""), "empty"),
         (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from qwen38_jax.engine import Engine, NotEnoughMemory, Request
+from qwen38_jax.engine import Engine, NotEnoughMemory, Request, plan
 from qwen38_jax.engine import engine as engine_module
 from qwen38_jax.engine import memory as engine_memory
 from qwen38_jax.engine.stream import Stream
@@ -72,7 +72,7 @@ def test_neighbours_and_order_change_nothing(engine):
 def test_padding_of_the_prompt_changes_no_token(engine, monkeypatch, chunks):
     """64 greedy tokens after the same five, whatever length they were padded to."""
     expected = ask(engine, [5, 9, 200, 31, 7], max_new_tokens=64).token_ids
-    monkeypatch.setattr(engine_module, "PREFILL_CHUNKS", chunks)
+    monkeypatch.setattr(plan, "PREFILL_CHUNKS", chunks)
     assert ask(engine, [5, 9, 200, 31, 7], max_new_tokens=64).token_ids == expected
 
 
@@ -175,10 +175,33 @@ def test_half_precision_state_changes_little(engine):
 
 def test_shortage_of_memory_is_found_before_allocation(engine, monkeypatch):
     monkeypatch.setattr(engine_memory, "available_bytes", lambda: 100_000)
-    with pytest.raises(NotEnoughMemory, match="GiB are free"):
+    monkeypatch.setattr(engine_module, "_lower", lambda *args: pytest.fail("compiled"))
+    with pytest.raises(NotEnoughMemory, match="a batch of 1 x 512 tokens needs .* leaves .* What fits"):
         ask(engine, [5, 9, 200])
-    with pytest.raises(NotEnoughMemory, match="smaller dtype"):
-        engine_memory.require(200_000, "x in float32", "use a smaller dtype")
+    with pytest.raises(NotEnoughMemory, match="a score of 3 tokens needs"):
+        engine.score([5, 9, 200])
+
+
+def test_a_budget_is_kept_to(engine):
+    small = Engine(engine.params, CFG, engine.tokenizer, memory_gib=0.001)
+    with pytest.raises(NotEnoughMemory, match="a memory of 0.001 GiB leaves 0.00 GiB"):
+        ask(small, [5, 9, 200])
+    enough = Engine(engine.params, CFG, engine.tokenizer, memory_gib=1)
+    enough._programs = engine._programs
+    assert ask(enough, [5, 9, 200]).token_ids == ask(engine, [5, 9, 200]).token_ids
+
+
+def test_weights_that_do_not_fit_are_not_loaded(monkeypatch):
+    monkeypatch.setattr(engine_module, "load_checkpoint", lambda *args, **kwargs: pytest.fail("loaded"))
+    with pytest.raises(NotEnoughMemory, match="tiny needs 0.0.* GiB .weights .* leaves 0.01 GiB"):
+        Engine.from_checkpoint(memory_gib=0.01)
+
+
+def test_compiled_programs_are_checked_as_well(engine, monkeypatch):
+    ask(engine, [5, 9, 200])
+    monkeypatch.setattr(engine_module.Programs, "workspace", property(lambda self: 2**50))
+    with pytest.raises(NotEnoughMemory, match="workspace 1048576.00"):
+        ask(engine, [5, 9, 200])
 
 
 def test_tokenizer_of_another_model_is_refused(engine):

@@ -216,10 +216,11 @@ def _mixture(part: Slice, stored: Mapping[str, Stored]) -> list[str]:
 
 def place_bytes(place: Place, stored: Mapping[str, Stored]) -> int:
     """Bytes of one leaf of the parameters."""
-    return sum(_weight_bytes(stored[name], place.info.dtype) for name in place.names)
+    return sum(weight_bytes(stored[name], place.info.dtype) for name in place.names)
 
 
-def _weight_bytes(stored: Stored, dtype: str) -> int:
+def weight_bytes(stored: Stored, dtype: str) -> int:
+    """Bytes of one weight; what it is of floats becomes `dtype`."""
     values = math.prod(stored.shape)
     if not stored.bits:
         return values * np.dtype(dtype).itemsize
@@ -228,7 +229,8 @@ def _weight_bytes(stored: Stored, dtype: str) -> int:
     groups = values // stored.group
     scale = 4 if any(tensor.dtype == "F32" for tensor in stored.parts.values()) else 2
     has_zeros = "qzeros" in stored.parts or "weight_zero_point" in stored.parts
-    return values * stored.bits // 8 + groups * (scale + has_zeros)
+    order = 4 * stored.shape[-1] if "g_idx" in stored.parts or "weight_g_idx" in stored.parts else 0
+    return values * stored.bits // 8 + groups * (scale + has_zeros) + order
 
 
 def _missing(inventory: Inventory, canonical: str, name: str) -> str:

@@ -38,6 +38,22 @@ _LAYER = {
 }
 
 
+DRAFTER_CLASSES = ("attention", "mlp", "convolutions", "norms", "fc", "selector", "unknown")
+
+
+def drafter_class(name: str) -> str:
+    """The one of `DRAFTER_CLASSES` that `inspect` counts a tensor under."""
+    marks = {
+        "norm.weight": "norms",
+        ".self_attn.": "attention",
+        ".mlp.": "mlp",
+        "_conv.": "convolutions",
+        "fc.": "fc",
+        "candidate_selector.": "selector",
+    }
+    return next((part for mark, part in marks.items() if mark in name), "unknown")
+
+
 def drafter_places(cfg: DFlash2Config) -> list[Place]:
     """Every leaf of `abstract_dflash2(cfg)`, in the order of `jax.tree.leaves`, with the tensors that fill it."""
     result = []

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from qwen38_jax.checkpoint import names
-from qwen38_jax.checkpoint.accounting import Account, take_account
+from qwen38_jax.checkpoint.accounting import Account, Assignment, take_account
+from qwen38_jax.checkpoint.drafter import DRAFTER_CLASSES, drafter_class, read_drafter_config, take_drafter_account
 from qwen38_jax.checkpoint.files import CheckpointError, Inventory, read_json, take_inventory
 from qwen38_jax.checkpoint.load import read_config
+from qwen38_jax.config import is_dflash2
 
 _LISTED = 10  # names and problems shown in the terminal
 
@@ -33,7 +35,9 @@ class Description:
     """A checkpoint directory at a glance; `dataclasses.asdict` of it is ready for JSON.
 
     Attributes:
-      config: the fields of `ModelConfig` as loading would set them, or None when config.json is unusable.
+      kind: `model` or `DFlash2 drafter`, by config.json.
+      config: the fields of `ModelConfig` (or `DFlash2Config`) as loading would set them, or None when config.json is
+        unusable.
       quantised: the format, or None for a dense checkpoint.
       mtp: `present`, `incomplete` or `absent`.
       eos_token_ids: the ids that end a generation.
@@ -42,6 +46,7 @@ class Description:
     """
 
     path: str
+    kind: str
     config: dict[str, Any] | None
     prefix: str | None
     quantised: str | None
@@ -70,29 +75,29 @@ def describe(directory: str | Path) -> Description:
     directory = Path(directory)
     inventory = take_inventory(directory)
     problems = list(inventory.problems)
-    account = None
+    account, is_drafter = None, False
     try:
-        hf_config, _, cfg = read_config(directory)
-        account = take_account(inventory, cfg, hf_config)
-        cfg = account.cfg
+        is_drafter = is_dflash2(read_json(directory / "config.json"))
+        account = _account(directory, inventory, is_drafter)
         problems += account.problems
     except CheckpointError as error:
-        cfg = None
         problems.append(str(error))
-    classes = _layer_classes(inventory, account)
+    cfg = account.cfg if account else None
+    classes = _layer_classes(inventory, account, is_drafter)
     has_mtp = any(part.name == "mtp" for part in classes)
     mtp_missing = account is not None and any(names.parse(name).kind == "mtp" for name in account.missing)
     return Description(
         path=str(directory),
+        kind="DFlash2 drafter" if is_drafter else "model",
         config=None if cfg is None else dataclasses.asdict(cfg),
-        prefix=account.prefix if account else None,
+        prefix=account.prefix if isinstance(account, Account) else None,
         quantised=account.quantised if account else None,
         classes=classes,
         mtp="absent" if not has_mtp else "incomplete" if mtp_missing else "present",
         tokenizer=(directory / "tokenizer.json").is_file(),
         chat_template=_has_chat_template(directory),
         generation_config=(directory / "generation_config.json").is_file(),
-        eos_token_ids=cfg.eos_token_ids if cfg else (),
+        eos_token_ids=account.cfg.eos_token_ids if isinstance(account, Account) else (),
         missing=account.missing if account else (),
         unexpected=account.unexpected if account else (),
         problems=tuple(problems),
@@ -100,13 +105,24 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _layer_classes(inventory: Inventory, account: Account | None) -> tuple[LayerClass, ...]:
-    groups = {name: [] for name in names.LAYER_CLASSES}
-    formats = {name: Counter() for name in names.LAYER_CLASSES}
+def _account(directory: Path, inventory: Inventory, is_drafter: bool) -> Assignment:
+    if is_drafter:
+        hf_config, cfg = read_drafter_config(directory)
+        return take_drafter_account(inventory, cfg, hf_config)
+    hf_config, _, cfg = read_config(directory)
+    return take_account(inventory, cfg, hf_config)
+
+
+def _layer_classes(inventory: Inventory, account: Assignment | None, is_drafter: bool) -> tuple[LayerClass, ...]:
+    def class_of(name: str) -> str:
+        return drafter_class(name) if is_drafter else names.layer_class(names.parse(name))
+
+    groups = {name: [] for name in (DRAFTER_CLASSES if is_drafter else names.LAYER_CLASSES)}
+    formats = {name: Counter() for name in groups}
     for name, stored in account.stored.items() if account else ():
-        formats[names.layer_class(names.parse(name))][stored.label] += 1
+        formats[class_of(name)][stored.label] += 1
     for name, tensor in inventory.tensors.items():
-        groups[names.layer_class(names.parse(name))].append(tensor)
+        groups[class_of(name)].append(tensor)
     return tuple(
         LayerClass(
             name=name,
@@ -146,14 +162,16 @@ def format_description(description: Description) -> str:
     total = sum(part.tensors for part in d.classes), sum(part.nbytes for part in d.classes)
     rows.append(("total", str(total[0]), f"{total[1] / 1e6:,.1f}", ""))
     lines += ["", *(f"  {a:<16}{b:>8}{c:>14}  {e}".rstrip() for a, b, c, e in rows), ""]
-    files = {
-        "MTP head": d.mtp,
-        "tokenizer": _presence(d.tokenizer),
-        "chat template": _presence(d.chat_template),
-        "generation config": _presence(d.generation_config),
-        "stop ids": ", ".join(map(str, d.eos_token_ids)) or "none",
-        "quantised": d.quantised or "no",
-    }
+    files = {}
+    if d.kind == "model":
+        files = {
+            "MTP head": d.mtp,
+            "tokenizer": _presence(d.tokenizer),
+            "chat template": _presence(d.chat_template),
+            "generation config": _presence(d.generation_config),
+            "stop ids": ", ".join(map(str, d.eos_token_ids)) or "none",
+        }
+    files["quantised"] = d.quantised or "no"
     lines += [f"  {key:<18}{value}" for key, value in files.items()]
     for title in ("missing", "unexpected", "problems", "notes"):
         lines += _listing(title, getattr(d, title))
@@ -169,6 +187,15 @@ def _config_lines(d: Description) -> list[str]:
     if d.config is None:
         return ["  no usable config.json"]
     c = d.config
+    if d.kind != "model":
+        return [
+            f"  {d.kind} of {c['num_hidden_layers']} layers, blocks of {c['block_size']}, window {c['sliding_window']}",
+            f"  for a target of {c['num_target_layers']} layers, hidden {c['hidden_size']}, vocabulary"
+            f" {c['vocab_size']}; reads layers {', '.join(map(str, c['target_layer_ids']))}",
+            f"  hidden {c['hidden_size']}, MLP {c['intermediate_size']}, {c['dtype']}, attention"
+            f" {c['num_attention_heads']} query / {c['num_key_value_heads']} key-value heads of {c['head_dim']}",
+            f"  selector of rank {c['selector_rank']} over {c['selector_top_k']} candidates",
+        ]
     groups = c["num_hidden_layers"] // (c["linear_per_group"] + 1)
     return [
         f"  {c['num_hidden_layers']} layers: {groups} x ({c['linear_per_group']} Gated DeltaNet, 1 attention)",

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,26 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.checkpoint import load_checkpoint, loaded_bytes
-from qwen38_jax.checkpoint.load import read_config
+from qwen38_jax.checkpoint import load_checkpoint
+from qwen38_jax.checkpoint.load import read_config, sound_account
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefill, start
-from qwen38_jax.engine.memory import require
+from qwen38_jax.engine.memory import device_budget
+from qwen38_jax.engine.plan import Settings, Weights, chunk_lengths, require_fit
 from qwen38_jax.engine.request import Completion, Request
 from qwen38_jax.engine.stream import Stream
-from qwen38_jax.evaluation.perplexity import Score, score, score_bytes
-from qwen38_jax.params import Params, tree_bytes
+from qwen38_jax.evaluation.hidden import CHUNK
+from qwen38_jax.evaluation.perplexity import Score, score
+from qwen38_jax.params import Params
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
-from qwen38_jax.state import StateConfig, abstract_state, init_state
+from qwen38_jax.state import abstract_state, init_state
 from qwen38_jax.tokenizer import Tokenizer
 
 SHIPPED_CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
-
-# Lengths a prompt is cut into; the last piece is padded to the shortest that holds it. One program for each.
-PREFILL_CHUNKS = (16, 64, 256, 1024)
-# Capacities grow in powers of two from here, so that few programs serve all lengths.
-_LEAST_CAPACITY = 512
 
 OnText = Callable[[int, str], None]
 
@@ -67,8 +64,13 @@ class Engine:
         generation_config: dict | None = None,
         state_dtype: str = "float32",
         max_batch: int = 8,
+        memory_gib: float | None = None,
     ):
-        """`max_batch` requests are decoded together; `state_dtype` is that of the recurrent state."""
+        """`max_batch` requests are decoded together; `state_dtype` is that of the recurrent state.
+
+        What would need more than the device has free, or more than `memory_gib` in all, is refused. (To have XLA keep
+        to `memory_gib` as well, call `memory.cap_device_memory` before JAX looks at its devices.)
+        """
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         if tokenizer.vocab_size > cfg.vocab_size:
@@ -78,20 +80,28 @@ class Engine:
             )
         self.params, self.cfg, self.tokenizer = params, cfg, tokenizer
         self._generation_config = generation_config
-        self._state_dtype, self._max_batch = state_dtype, max_batch
+        self._state_dtype, self._max_batch, self._memory_gib = state_dtype, max_batch, memory_gib
+        self._weights = Weights.of_params(params, cfg)
         self._programs: dict[tuple, Programs] = {}
 
     @classmethod
-    def from_checkpoint(cls, directory: str | Path | None = None, *, dtype: str | None = None, **options) -> "Engine":
+    def from_checkpoint(
+        cls,
+        directory: str | Path | None = None,
+        *,
+        dtype: str | None = None,
+        memory_gib: float | None = None,
+        **options,
+    ) -> "Engine":
         """Loads a Hugging Face directory, by default the small trained checkpoint that ships with the package.
 
         Args:
           dtype: of the parameters; None takes the checkpoint's own, or float32 on a CPU, which has no fast bfloat16.
-          options: as the constructor's.
+          memory_gib, options: as the constructor's.
 
         Raises:
           CheckpointError, TokenizerError: the directory is not a whole checkpoint.
-          NotEnoughMemory: the parameters do not fit.
+          NotEnoughMemory: the parameters and the least that a run needs beside them do not fit; nothing is loaded.
         """
         directory = SHIPPED_CHECKPOINT if directory is None else Path(directory)
         # All that can be wrong with a small file is told before the long part.
@@ -103,14 +113,16 @@ class Engine:
             raise ValueError(f"{directory / 'generation_config.json'}: {error}") from None
         if dtype is None and jax.default_backend() == "cpu":
             dtype = "float32"
-        needed = loaded_bytes(directory, dtype=dtype)
-        require(needed, str(directory), "use a smaller dtype, a quantised checkpoint, or free memory")
+        account, _, _ = sound_account(directory, dtype=dtype)
+        least = Settings(context=1, prompt=1)
+        require_fit(Weights.of_accounts(account), least, device_budget(memory_gib), str(directory))
         checkpoint = load_checkpoint(directory, dtype=dtype)
         return cls(
             checkpoint.params,
             checkpoint.cfg,
             tokenizer,
             generation_config=checkpoint.generation_config,
+            memory_gib=memory_gib,
             **options,
         )
 
@@ -120,7 +132,8 @@ class Engine:
 
     def score(self, token_ids: Sequence[int]) -> Score:
         """Log-probabilities of given tokens; see `evaluation.perplexity.score`."""
-        require(score_bytes(self.cfg, len(token_ids)), f"scoring {len(token_ids)} tokens", "score a shorter text")
+        n = len(token_ids)
+        self._require_fit(Settings(context=max(n, 1), prompt=CHUNK, logit_rows=CHUNK), f"a score of {n} tokens")
         return score(self.params, self.cfg, token_ids, real_vocab_size=self.tokenizer.vocab_size)
 
     def encode(self, request: Request) -> list[int]:
@@ -207,11 +220,17 @@ class Engine:
 
     def _prepare(self, streams: list[Stream], top: int) -> tuple[DecodeState, Programs, float]:
         """An empty state of the right size and the programs for it, after a check that it fits."""
-        slots = 1 << (len(streams) - 1).bit_length()
-        needed = max(len(s.prompt) + s.sampling.max_new_tokens for s in streams)
-        needed = min(needed, self.cfg.max_position_embeddings)
-        capacity = max(_LEAST_CAPACITY, 1 << (needed - 1).bit_length())
-        sizes = StateConfig(slots, capacity, recurrent_dtype=self._state_dtype)
+        longest = max(len(s.prompt) for s in streams)
+        settings = Settings(
+            slots=len(streams),
+            context=max(len(s.prompt) + s.sampling.max_new_tokens for s in streams),
+            prompt=longest,
+            state_dtype=self._state_dtype,
+        )
+        sizes = settings.sizes(self.cfg)
+        slots, capacity = sizes.batch, sizes.capacity
+        what = f"a batch of {slots} x {capacity:,} tokens"
+        self._require_fit(settings, what)
         idle = SamplingParams(temperature=0.0, seed=0)
         sampler = sampler_state(
             [s.sampling for s in streams] + [idle] * (slots - len(streams)),
@@ -222,17 +241,18 @@ class Engine:
         )
         active = jnp.arange(slots) < len(streams)
         model = abstract_state(self.cfg, sizes)
-        remedy = "ask for fewer new tokens, shorter prompts, or a smaller max_batch"
-        require(tree_bytes(model), f"the state of {slots} sequences of {capacity} tokens", remedy)
         began = time.perf_counter()
         abstract = jax.eval_shape(functools.partial(start, self.cfg), model, sampler, active)
-        chunks = sorted({t.shape[1] for t, _ in _prompt_chunks([s.prompt for s in streams], slots)})
-        programs = self._compile(abstract, tuple(chunks), (slots, capacity, top))
+        programs = self._compile(abstract, set(chunk_lengths(longest, slots)), (slots, capacity, top))
         seconds = time.perf_counter() - began
-        require(tree_bytes(model) + programs.workspace, f"{slots} sequences of {capacity} tokens", remedy)
+        self._require_fit(settings, what, programs.workspace)
         return start(self.cfg, init_state(self.cfg, sizes), sampler, active), programs, seconds
 
-    def _compile(self, state: DecodeState, chunks: tuple[int, ...], key: tuple) -> Programs:
+    def _require_fit(self, settings: Settings, what: str, workspace: int | None = None) -> None:
+        budget = device_budget(self._memory_gib, held=self._weights.nbytes)
+        require_fit(self._weights, settings, budget, what, workspace=workspace)
+
+    def _compile(self, state: DecodeState, chunks: Iterable[int], key: tuple) -> Programs:
         cached = self._programs.get(key)
         slots, _, top = key
         params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.params)
@@ -260,9 +280,8 @@ def _lower(function: Callable, *args) -> jax.stages.Compiled:
 
 def _prompt_chunks(prompts: list[list[int]], slots: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokens and valid rows, each `[slots, chunk]`, that cover prompts of different lengths from the left."""
-    longest, done = max(map(len, prompts)), 0
-    while done < longest:
-        n = next((c for c in PREFILL_CHUNKS if c >= longest - done), PREFILL_CHUNKS[-1])
+    done = 0
+    for n in chunk_lengths(max(map(len, prompts)), slots):
         tokens, valid = np.zeros((slots, n), np.int32), np.zeros((slots, n), bool)
         for row, prompt in enumerate(prompts):
             piece = prompt[done : done + n]

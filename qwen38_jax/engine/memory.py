@@ -1,5 +1,7 @@
 """How much memory there is, how to use less of it, and a refusal before anything is allocated."""
 
+import dataclasses
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -16,6 +18,45 @@ class NotEnoughMemory(ValueError):
     """What a call needs does not fit; the message has both numbers."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Memory for arrays and programs.
+
+    Attributes:
+      nbytes: what they may take in all.
+      source: who says so, for a message: "`source` leaves `nbytes`".
+      reserve: what lies beside `nbytes` for the runtime.
+    """
+
+    nbytes: int
+    source: str
+    reserve: int = 0
+
+
+def card_budget(memory_gib: float, reserve: int = RUNTIME_RESERVE) -> Budget:
+    """What a GPU of `memory_gib` leaves; ValueError if that is nothing beside the `reserve` for the runtime."""
+    nbytes = memory_gib * 2**30 - reserve
+    if not 0 < nbytes < math.inf:
+        raise ValueError(
+            f"a memory of {memory_gib:g} GiB leaves nothing: the runtime takes {reserve / 2**30:g} GiB of it"
+        )
+    return Budget(int(nbytes), f"a memory of {memory_gib:g} GiB", reserve)
+
+
+def device_budget(memory_gib: float | None = None, held: int = 0) -> Budget | None:
+    """What the default device leaves, at most `memory_gib` of it; None where nothing tells.
+
+    Args:
+      held: bytes of arrays that are part of what is planned and are there already.
+    """
+    device = jax.local_devices()[0]
+    available = available_bytes()
+    budgets = [] if available is None else [Budget(available + held, f"the free memory of {device.device_kind}")]
+    if memory_gib is not None:
+        budgets.append(card_budget(memory_gib, reserve=0 if device.platform == "cpu" else RUNTIME_RESERVE))
+    return min(budgets, key=lambda budget: budget.nbytes, default=None)
+
+
 def cap_device_memory(memory_gib: float) -> None:
     """Makes XLA's pool on an NVIDIA GPU so small that this process, CUDA context included, stays within `memory_gib`.
 
@@ -23,17 +64,12 @@ def cap_device_memory(memory_gib: float) -> None:
     smaller one, it changes nothing.
 
     Raises:
-      ValueError: `memory_gib` leaves nothing beside what the runtime itself takes.
+      ValueError: as `card_budget`.
     """
-    pool = memory_gib * 2**30 - RUNTIME_RESERVE
-    if not pool > 0:
-        raise ValueError(
-            f"{memory_gib:g} GiB are not more than the {RUNTIME_RESERVE / 2**30:g} GiB of the runtime itself"
-        )
     total = [float(mib) * 2**20 for [mib] in nvidia_smi("--query-gpu=memory.total")]
-    if total and pool < total[0]:
+    if total and not memory_gib * 2**30 > total[0]:
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the older name; both at once are an error
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{pool / total[0]:.5f}"
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{card_budget(memory_gib).nbytes / total[0]:.5f}"
 
 
 def nvidia_smi(query: str) -> list[list[str]]:
@@ -63,12 +99,3 @@ def available_bytes() -> int | None:
     except (OSError, ValueError):  # no control group, or its limit is "max"
         return available
     return min(available, limit - used)
-
-
-def require(needed: int, what: str, remedy: str) -> None:
-    """Raises NotEnoughMemory if `needed` bytes for `what` are more than there are."""
-    available = available_bytes()
-    if available is not None and needed > available:
-        raise NotEnoughMemory(
-            f"{what} needs {needed / 2**30:.2f} GiB, but only {available / 2**30:.2f} GiB are free: {remedy}"
-        )

@@ -10,7 +10,7 @@ from qwen38_jax.block import chain_block
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.model import forward
 from qwen38_jax.params import Params
-from qwen38_jax.state import State, StateConfig, init_state
+from qwen38_jax.state import State, StateConfig, capacity_for, init_state
 
 Array = jax.Array
 
@@ -23,7 +23,7 @@ def hidden_chunks(params: Params, cfg: ModelConfig, token_ids: Sequence[int]) ->
     The row of index i scores token i + 1. What the last chunk holds beyond the text is arbitrary.
     """
     ids = np.asarray(token_ids, np.int32)
-    state = init_state(cfg, state_config(len(ids)))
+    state = init_state(cfg, StateConfig(1, capacity_for(len(ids))))
     step = _step(cfg)
     for start in range(0, len(ids), CHUNK):
         piece = ids[start : start + CHUNK]
@@ -31,11 +31,6 @@ def hidden_chunks(params: Params, cfg: ModelConfig, token_ids: Sequence[int]) ->
         tokens[0, : len(piece)], valid[0, : len(piece)] = piece, True
         hidden, state = step(params, tokens, valid, state)
         yield hidden
-
-
-def state_config(tokens: int) -> StateConfig:
-    """Sizes of the state of one text; few different ones, since each is a program."""
-    return StateConfig(1, max(512, 1 << (tokens - 1).bit_length()))
 
 
 @functools.cache

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.evaluation.hidden import CHUNK, hidden_chunks, state_config
+from qwen38_jax.evaluation.hidden import CHUNK, hidden_chunks
 from qwen38_jax.model import logits
-from qwen38_jax.params import Params, tree_bytes
+from qwen38_jax.params import Params
 from qwen38_jax.sampling import token_logprobs
-from qwen38_jax.state import abstract_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +55,6 @@ def score(params: Params, cfg: ModelConfig, token_ids: Sequence[int], *, real_vo
     if len(ids) > 16 and math.isclose(result.perplexity, real_vocab_size, rel_tol=1e-6):
         raise ValueError(f"perplexity equals the vocabulary's size, {real_vocab_size}: the output head is not loaded")
     return result
-
-
-def score_bytes(cfg: ModelConfig, tokens: int) -> int:
-    """Bytes that `score` allocates for its state and for the logits of a chunk, beside the parameters."""
-    return tree_bytes(abstract_state(cfg, state_config(tokens))) + 3 * 4 * CHUNK * cfg.vocab_size
 
 
 @functools.partial(jax.jit, static_argnames="real_vocab_size")

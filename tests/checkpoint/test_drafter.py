@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from qwen38_jax.checkpoint import CheckpointError, load_drafter
+from qwen38_jax.checkpoint import CheckpointError, describe, format_description, load_drafter
 from qwen38_jax.checkpoint.synthetic import DRAFTERS, dflash2, hf_config, recipe, write
 from qwen38_jax.config import ConfigError, DFlash2Config
 from qwen38_jax.params import abstract_dflash2, tree_bytes
@@ -178,6 +178,26 @@ def test_values_are_of_a_realistic_size(dense):
     scores = np.asarray(params.selector.predecessors) @ np.asarray(params.selector.successors).T
     assert 0.8 < scores.std() < 1.2
     assert 0.3 < np.asarray(params.layers.mlp_conv.base).min() < np.asarray(params.layers.mlp_conv.base).max() < 0.8
+
+
+def test_a_drafter_is_described(directory, dense):
+    d = describe(directory)
+    quantised = "quantization_config" in json.loads((directory / "config.json").read_text())
+    assert d.loadable and d.kind == "DFlash2 drafter" and d.config["target_layer_ids"] == CFG.target_layer_ids
+    assert bool(d.quantised) == quantised and json.dumps(dataclasses.asdict(d))
+    tensors = {part.name: part.tensors for part in d.classes}
+    assert tensors["selector"] == 3 and tensors["convolutions"] == 2 * 4 and tensors["norms"] == 2 + 2 * 4
+    formats = {part.name: part.formats for part in d.classes}
+    assert sum(formats["mlp"].values()) == 2 * 3 and sum(formats["attention"].values()) == 2 * 4
+    text = format_description(d)
+    assert "DFlash2 drafter of 2 layers" in text and "reads layers 1, 2, 4, 5, 6" in text and "tokenizer" not in text
+    assert text.endswith("can be loaded")
+    edit(dense, lambda tensors: tensors.update(extra=tensors.pop("norm.weight")))
+    d = describe(dense)
+    assert (d.missing, d.unexpected, d.loadable) == (("norm.weight",), ("extra",), False)
+    edit_json(dense, lambda config: config.pop("is_causal"))
+    d = describe(dense)
+    assert d.config is None and "is_causal" in d.problems[0] and "no usable config.json" in format_description(d)
 
 
 def test_scales_that_fit_nothing_are_told(tmp_path):

@@ -36,8 +36,19 @@ def test_a_card_smaller_than_the_budget_is_left_alone(card, monkeypatch):
 
 @pytest.mark.parametrize("gib", [1, 0, -3, float("nan")])
 def test_a_budget_that_the_runtime_takes_whole_is_an_error(card, gib):
-    with pytest.raises(ValueError, match=f"{gib:g} GiB"):
+    with pytest.raises(ValueError, match=f"a memory of {gib:g} GiB leaves nothing: the runtime takes 1 GiB of it"):
         cap_device_memory(gib)
+
+
+def test_a_device_leaves_what_is_free_and_what_is_held(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 5 * GIB)
+    assert memory.device_budget(held=GIB).nbytes == 6 * GIB
+    assert "free memory" in memory.device_budget(memory_gib=8, held=GIB).source
+    budget = memory.device_budget(memory_gib=4, held=GIB)
+    assert (budget.nbytes, budget.source, budget.reserve) == (4 * GIB, "a memory of 4 GiB", 0)  # no context on a CPU
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    assert memory.device_budget() is None and memory.device_budget(memory_gib=4).nbytes == 4 * GIB
+    assert memory.card_budget(24).nbytes == 23 * GIB and memory.card_budget(24).reserve == GIB
 
 
 def test_without_nvidia_smi_nothing_is_told(monkeypatch):

@@ -81,6 +81,11 @@ class Recipe:
     shard_bytes: int
 
 
+def stored_as(format: str, cfg: ModelConfig) -> Recipe:
+    """The text model of `cfg` in one of `FORMATS`, in a single file (FP8: in one a layer)."""
+    return Recipe(cfg, prefix="model.", format=format, vision=None, shard_bytes=1 << 50)
+
+
 def files(recipe: Recipe, seed: int) -> dict[str, list[NewTensor]]:
     """File name -> the tensors in it."""
     cfg = recipe.cfg

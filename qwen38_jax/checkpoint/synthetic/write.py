@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from qwen38_jax.checkpoint.accounting import Account, take_account
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
+from qwen38_jax.checkpoint.drafter import DrafterAccount, take_drafter_account
+from qwen38_jax.checkpoint.files import INDEX, Inventory, TensorInfo
 from qwen38_jax.checkpoint.synthetic import dflash2, model
 from qwen38_jax.checkpoint.synthetic.dflash2 import DrafterRecipe
 from qwen38_jax.checkpoint.synthetic.model import Recipe
-from qwen38_jax.checkpoint.write import NewTensor, copy_tokenizer, new_directory, write_json, write_shards
+from qwen38_jax.checkpoint.write import CODES, NewTensor, copy_tokenizer, new_directory, write_json, write_shards
 
 MODELS = ("qwen3.8-27b", *(f"qwen3.8-27b-{name}" for name in model.FORMATS[1:]), "tiny")
 DRAFTERS = ("qwen3.8-27b-dflash2", "qwen3.8-27b-dflash2-w4a16")
@@ -63,6 +66,18 @@ def _changed(cfg, changes: dict[str, Any]):
 def plan(recipe: Recipe | DrafterRecipe, seed: int = 0) -> dict[str, list[NewTensor]]:
     """File name -> the tensors in it. Values follow from the seed and each tensor's name alone."""
     return (dflash2 if isinstance(recipe, DrafterRecipe) else model).files(recipe, seed)
+
+
+def account(recipe: Recipe | DrafterRecipe) -> Account | DrafterAccount:
+    """What loading the checkpoint would find in its headers, without writing it."""
+    tensors = {
+        tensor.name: TensorInfo(tensor.name, CODES[tensor.dtype], tensor.shape, Path(file), 0)
+        for file, tensors in plan(recipe).items()
+        for tensor in tensors
+    }
+    inventory = Inventory(Path("unwritten") / INDEX, tensors, (), ())
+    take = take_drafter_account if isinstance(recipe, DrafterRecipe) else take_account
+    return take(inventory, recipe.cfg, hf_config(recipe))
 
 
 def hf_config(recipe: Recipe | DrafterRecipe) -> dict[str, Any]:
