@@ -102,12 +102,16 @@ class Config:
 def choose(form: Format, shape: tuple[int, int, int], activation_bits: int, device: Device) -> Config:
     """As many programs as the registers of all processors hold: 168 of them a thread for up to 16 rows, 255 above.
 
-    Activations of 8 bits are half as many, and to load them early would spill a few registers.
+    To load activations early takes registers too: with more rows than that, or with 8 bits, a few would spill.
     """
     m, _, k = shape
     warps = next(w for w in (4, 2, 1) if k // form.columns % w == 0)
-    per_core = 12 if m <= 2 * TOKENS else 8  # warps
-    return Config(warps=warps, programs=per_core * device.cores // warps, early_x=activation_bits == 16)
+    few = m <= 2 * TOKENS
+    return Config(
+        warps=warps,
+        programs=(12 if few else 8) * device.cores // warps,
+        early_x=few and activation_bits == 16,
+    )
 
 
 def pack_scales(scales: Array) -> Array:

@@ -14,7 +14,9 @@ IMPLEMENTATIONS = (
 )
 
 # Programs of up to thousands of small operations that run once: compiling them is what takes long.
-_COMPILE_QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+_COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later versions do not know it
+    _COMPILE_QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 def implementation(name, kernel, reference, **options):
