@@ -62,6 +62,11 @@ def start(cfg: ModelConfig, model: State, sampler: SamplerState, active: Array) 
 def prefill(params: Params, cfg: ModelConfig, tokens: Array, valid: Array, state: DecodeState) -> DecodeState:
     """Reads a chunk of prompts, `tokens [B, L]` where `valid [B, L]`; rows on either side may be padding."""
     hidden, _, model = forward(params, cfg, chain_block(tokens, state.model.lengths, valid), state.model, commit=True)
+    return after_chunk(state, model, hidden, valid)
+
+
+def after_chunk(state: DecodeState, model: State, hidden: Array, valid: Array) -> DecodeState:
+    """The state after `forward` gave `hidden [B, L, H]` for the `valid [B, L]` rows of a chunk, and `model`."""
     last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), -1), axis=1)
     row = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
     return state.replace(model=model, hidden=jnp.where(last[:, None] >= 0, row, state.hidden))

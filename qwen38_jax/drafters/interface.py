@@ -34,7 +34,7 @@ class Proposal:
     candidates: `[B, K, C]` int32 ids that the draft was drawn from; an id outside the vocabulary is no candidate.
     log_q: `[B, K, C]` fp32, the log-probability that it was drawn with, normalised; -inf for what could not be.
     point_mass: `[B, K]` bool, q is 1 at the token and `log_q` is not read.
-    valid: `[B, K]` bool; the first draft that is not valid ends the chain.
+    valid: `[B, K]` bool; the first draft that is not valid ends the chain. It must not depend on how the draft was drawn.
     source: `[B, K]` int32, one of `SOURCES`.
     """
 
@@ -47,7 +47,7 @@ class Proposal:
 
 
 @struct.dataclass
-class Context:
+class DraftContext:
     """What a drafter may read when it proposes.
 
     anchor: `[B]` int32, the last emitted token. position: `[B]` int32, its absolute position P; tokens 0..P-1 were
@@ -101,7 +101,7 @@ class Drafter(Protocol):
     def init(self, cfg: ModelConfig, sizes: StateConfig) -> Any:
         """The state (a pytree of arrays) before the first token of `sizes.batch` sequences of `sizes.capacity`."""
 
-    def propose(self, params: Params, cfg: ModelConfig, context: Context, state: Any) -> tuple[Proposal, Any]:
+    def propose(self, params: Params, cfg: ModelConfig, context: DraftContext, state: Any) -> tuple[Proposal, Any]:
         """Drafts to follow the anchors. `params` and `cfg` are the target's, whose embedding and head may be shared."""
 
     def observe(self, params: Params, cfg: ModelConfig, rows: Observed, state: Any) -> Any:
