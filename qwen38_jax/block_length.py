@@ -26,7 +26,7 @@ class BlockLength:
 def first_block(batch: int, spec: SpecConfig, drafts: int) -> BlockLength:
     """Before any step. `drafts`: D, what the drafter itself provides."""
     nothing = jnp.zeros(batch, bool)
-    long = jnp.full(batch, _always_long(spec, drafts) or spec.cheap_context > 0)
+    long = jnp.full(batch, always_long(spec, drafts) or spec.cheap_context > 0)
     return BlockLength(long, nothing, nothing, jnp.zeros(batch, jnp.int32))
 
 
@@ -38,7 +38,7 @@ def next_block(state: BlockLength, reason: Array, tokens: Array, spec: SpecConfi
     """
     entered = state.reason & state.reason_before
     coasts = ~entered & (state.sticky > 0)
-    long = entered | coasts | (tokens < spec.cheap_context) | _always_long(spec, drafts)
+    long = entered | coasts | (tokens < spec.cheap_context) | always_long(spec, drafts)
     return BlockLength(
         long=long,
         reason=reason,
@@ -53,6 +53,6 @@ def step_reason(has_tail: Array, emitted: Array, long: Array, spec: SpecConfig, 
     return has_tail & (emitted >= jnp.where(long, long_need, short_need))
 
 
-def _always_long(spec: SpecConfig, drafts: int) -> bool:
+def always_long(spec: SpecConfig, drafts: int) -> bool:
     """Without drafts of its own a drafter has no short block, and one of k drafts no long one."""
     return not spec.adaptive or not 0 < drafts < spec.verify_tokens

@@ -14,7 +14,7 @@ from qwen38_jax import decode
 from qwen38_jax.block import chain_block
 from qwen38_jax.block_length import BlockLength, first_block, next_block, step_reason
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.decode import DecodeState
+from qwen38_jax.decode import DecodeState, StepOutput
 from qwen38_jax.drafters.interface import SOURCES, DraftContext, Drafter, Observed, Proposal
 from qwen38_jax.drafters.lookup import fuse, resize, suffix_match
 from qwen38_jax.model import forward, logits
@@ -59,23 +59,9 @@ class SpeculativeState:
     block: BlockLength
     counts: Counts
 
-
-@struct.dataclass
-class StepOutput:
-    """What a step emitted.
-
-    tokens: `[B, L]` int32, the first `emitted [B]` of each row; the others mean nothing.
-    logprobs: `[B, L]` fp32, the model's own log-probability of each; top_ids, top_logprobs: `[B, L, n]`, the likeliest.
-    long: `[B]` bool, whether the next block is to be long. A program of fewer rows than that serves too, but then what
-    is sampled depends on it.
-    """
-
-    tokens: Array
-    emitted: Array
-    logprobs: Array
-    top_ids: Array
-    top_logprobs: Array
-    long: Array
+    def with_active(self, active: Array) -> "SpeculativeState":
+        """The same state in which only the sequences of `active [B]` grow."""
+        return self.replace(decode=self.decode.with_active(active))
 
 
 def start(
@@ -129,13 +115,10 @@ def prefill(
 
 def emit(params: Params, state: SpeculativeState, top: int) -> tuple[SpeculativeState, StepOutput]:
     """Samples the first token of every active sequence, as `decode.emit`."""
-    emitted = state.decode.active
     decoded, output = decode.emit(params, state.decode, top)
     decoded = decoded.replace(active=decoded.active & (decoded.generated < state.limit))
-    history = _write(state.history, decoded.model.lengths[:, None], decoded.token[:, None], emitted[:, None])
-    reports = (t[:, None] for t in (output.logprob, output.top_ids, output.top_logprobs))
-    output = StepOutput(output.token[:, None], emitted.astype(jnp.int32), *reports, long=state.block.long)
-    return state.replace(decode=decoded, history=history), output
+    history = _write(state.history, decoded.model.lengths[:, None], output.tokens, state.decode.active[:, None])
+    return state.replace(decode=decoded, history=history), output.replace(long=state.block.long)
 
 
 def decode_step(

@@ -43,7 +43,7 @@ class Scripted:
 
 
 def script(sequences, capacity, drafts, wrong=()) -> Scripted:
-    """A drafter of `drafts` tokens that knows whole `sequences` of ids, and errs at the places `wrong` of each block."""
+    """A drafter of `drafts` tokens that knows whole `sequences` of ids, and errs at the `wrong` places of a block."""
     text = np.zeros((len(sequences), capacity), np.int32)
     for row, sequence in enumerate(sequences):
         text[row, : len(sequence)] = sequence[:capacity]
@@ -123,10 +123,10 @@ def plain(params, cfg, prompts, n, requests=None, capacity=128, chunk=16):
             tokens[0, : len(piece)] = piece
             state = _plain_prefill(params, cfg, tokens, np.arange(chunk)[None] < len(piece), state)
         state, output = _plain_emit(params, state)
-        text = [int(output.token[0])]
+        text = [int(output.tokens[0, 0])]
         for _ in range(n - 1):
             state, output = _plain_step(params, cfg, state.replace(active=jnp.ones(1, bool)))
-            text.append(int(output.token[0]))
+            text.append(int(output.tokens[0, 0]))
         texts.append(text)
     return texts
 

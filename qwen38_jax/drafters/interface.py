@@ -34,7 +34,7 @@ class Proposal:
     candidates: `[B, K, C]` int32 ids that the draft was drawn from; an id outside the vocabulary is no candidate.
     log_q: `[B, K, C]` fp32, the log-probability that it was drawn with, normalised; -inf for what could not be.
     point_mass: `[B, K]` bool, q is 1 at the token and `log_q` is not read.
-    valid: `[B, K]` bool; the first draft that is not valid ends the chain. It must not depend on how the draft was drawn.
+    valid: `[B, K]` bool; the first draft that is not valid ends the chain. Must not depend on what was drawn for it.
     source: `[B, K]` int32, one of `SOURCES`.
     """
 
