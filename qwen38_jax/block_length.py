@@ -25,9 +25,9 @@ class BlockLength:
 
 def first_block(batch: int, spec: SpecConfig, drafts: int) -> BlockLength:
     """Before any step. `drafts`: D, what the drafter itself provides."""
-    nothing = jnp.zeros(batch, bool)
     long = jnp.full(batch, always_long(spec, drafts) or spec.cheap_context > 0)
-    return BlockLength(long, nothing, nothing, jnp.zeros(batch, jnp.int32))
+    # Buffers of their own each, so that they can be donated.
+    return BlockLength(long, jnp.zeros(batch, bool), jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32))
 
 
 def next_block(state: BlockLength, reason: Array, tokens: Array, spec: SpecConfig, drafts: int) -> BlockLength:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+MODES = ("none", "mtp", "dflash2", "lookup", "mtp+lookup", "dflash2+lookup")
 MAX_VERIFY_TOKENS = 31  # blocks of 32 rows
 
 

@@ -87,15 +87,18 @@ def start(
     """
     if sizes.rows < spec.verify_tokens + 1:
         raise ValueError(f"blocks of {spec.verify_tokens + 1} rows need StateConfig.rows of as many, got {sizes.rows}")
-    counted = jnp.zeros((sizes.batch, len(SOURCES), spec.verify_tokens), jnp.int32)
-    none = jnp.zeros(sizes.batch, jnp.int32)
+
+    def zeros(*shape):
+        return jnp.zeros((sizes.batch, *shape), jnp.int32)
+
+    by_source = (len(SOURCES), spec.verify_tokens)
     return SpeculativeState(
         decode=decode.start(cfg, model, sampler, active),
-        history=jnp.zeros((sizes.batch, model.capacity), jnp.int32),
+        history=zeros(model.capacity),
         limit=limit,
         drafter=drafter.init(cfg, sizes),
         block=first_block(sizes.batch, spec, drafter.draft_tokens),
-        counts=Counts(none, none, counted, counted),
+        counts=Counts(zeros(), zeros(), zeros(*by_source), zeros(*by_source)),
     )
 
 

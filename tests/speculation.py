@@ -56,9 +56,7 @@ step = jax.jit(speculative.decode_step, static_argnames=("cfg", "spec", "verify_
 
 
 def sampler_of(cfg, requests, prompts, eos_ids=()):
-    return sampler_state(
-        requests, prompts, vocab_size=cfg.vocab_size, real_vocab_size=cfg.vocab_size, eos_ids=eos_ids
-    )
+    return sampler_state(requests, prompts, vocab_size=cfg.vocab_size, real_vocab_size=cfg.vocab_size, eos_ids=eos_ids)
 
 
 def begin(params, cfg, drafter, spec, prompts, requests=None, *, rows=32, capacity=128, chunk=16, limit=None, eos=()):

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from qwen38_jax.drafters.interface import LOOKUP_HEAD, LOOKUP_TAIL, Proposal
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.drafters.interface import LOOKUP_HEAD, LOOKUP_TAIL, DraftContext, Observed, Proposal
+from qwen38_jax.params import Params
 from qwen38_jax.spec_config import SpecConfig
+from qwen38_jax.state import StateConfig
 
 Array = jax.Array
 
@@ -25,7 +28,8 @@ class Match:
 def suffix_match(history: Array, last: Array, k: int, *, nmin: int, nmax: int, search: int) -> Match:
     """Finds the longest earlier occurrence of the text's end, of equally long ones the most recent.
 
-    An occurrence may overlap the end itself: a text of period p is followed by its last p tokens, no further.
+    An occurrence may overlap the end itself: a text of period p is followed by its last p tokens, no further. A text of
+    fewer than nmin + 2 tokens has none.
 
     Args:
       history: `[B, N]` int32; what lies behind `last [B]`, the index of the last token, is not read.
@@ -47,7 +51,7 @@ def suffix_match(history: Array, last: Array, k: int, *, nmin: int, nmax: int, s
         alive &= padded[:, nmax - back : nmax - back + size] == token
         lengths += alive
     first = jnp.maximum(nmin - 1, last + 1 - search)[:, None]
-    eligible = (ends >= first) & (ends < last[:, None]) & (lengths >= nmin)
+    eligible = (ends >= first) & (ends < last[:, None]) & (lengths >= nmin) & (last > nmin)[:, None]
     best = jnp.max(jnp.where(eligible, lengths * size + ends, -1), axis=1)
     length, end = jnp.maximum(best, 0) // size, jnp.maximum(best, 0) % size
     at = jnp.minimum(end[:, None] + 1 + jnp.arange(k), size - 1)
@@ -98,3 +102,27 @@ def resize(proposal: Proposal, k: int) -> Proposal:
         return jnp.pad(values[:, :k], ((0, 0), (0, missing), *[(0, 0)] * (values.ndim - 2)))
 
     return jax.tree.map(resized, proposal)
+
+
+@struct.dataclass
+class NoDrafter:
+    """Proposes nothing of its own: what is verified is what the lookup finds."""
+
+    @property
+    def draft_tokens(self) -> int:
+        return 0
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def init(self, cfg: ModelConfig, sizes: StateConfig) -> None:
+        return None
+
+    def propose(self, params: Params, cfg: ModelConfig, context: DraftContext, state: None) -> tuple[Proposal, None]:
+        none = jnp.zeros((len(context.anchor), 0), jnp.int32)
+        wide = jnp.zeros((*none.shape, 0))
+        return Proposal(none, wide.astype(jnp.int32), wide, none.astype(bool), none.astype(bool), none), None
+
+    def observe(self, params: Params, cfg: ModelConfig, rows: Observed, state: None) -> None:
+        return None
