@@ -8,46 +8,57 @@ import numpy as np
 from flax import struct
 
 from qwen38_jax import decode, speculative
+from qwen38_jax.block_length import always_long
 from qwen38_jax.drafters.interface import MTP, DraftContext, Proposal
+from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
-from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import StateConfig, init_state
 from tests.models import poisoned_state
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 
 
+CAPACITY, CHUNK, DRAFTS = 256, 16, 31
+
+
 @struct.dataclass
 class Scripted:
-    """Drafts the tokens of `text [B, capacity]`, but others where `wrong [K]` says so. Its state counts rows seen."""
+    """Drafts the first `count` tokens that follow in `text [B, CAPACITY]`, but others where `wrong [DRAFTS]` says so.
+
+    One program serves all scripts. What it observes goes into a cache of the MTP head.
+    """
 
     text: jax.Array
     wrong: jax.Array
-    draft_tokens: int = struct.field(pytree_node=False)
-    tap_layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    count: jax.Array
+
+    draft_tokens = DRAFTS
+    tap_layers = ()
 
     def init(self, cfg, sizes):
-        return jnp.zeros(sizes.batch, jnp.int32)
+        cache = Mtp(None, 1).init(cfg, sizes)
+        return jax.tree.map(lambda pool: jnp.full(pool.shape, jnp.nan, pool.dtype), cache)
 
     def propose(self, params, cfg, context: DraftContext, state):
-        at = context.position[:, None] + 1 + jnp.arange(self.draft_tokens)
-        tokens = jnp.take_along_axis(self.text, jnp.minimum(at, self.text.shape[1] - 1), axis=1)
-        tokens = jnp.where(self.wrong[: self.draft_tokens], (tokens + 1) % cfg.vocab_size, tokens)
-        sure = jnp.ones(tokens.shape, bool)
+        at = context.position[:, None] + 1 + jnp.arange(DRAFTS)
+        tokens = jnp.take_along_axis(self.text, jnp.minimum(at, CAPACITY - 1), axis=1)
+        tokens = jnp.where(self.wrong, (tokens + 1) % cfg.vocab_size, tokens)
+        valid = jnp.broadcast_to(jnp.arange(DRAFTS) < self.count, tokens.shape)
         empty = jnp.zeros((*tokens.shape, 0))
-        return Proposal(tokens, empty.astype(jnp.int32), empty, sure, sure, jnp.full_like(tokens, MTP)), state
+        sure = jnp.ones(tokens.shape, bool)
+        return Proposal(tokens, empty.astype(jnp.int32), empty, sure, valid, jnp.full_like(tokens, MTP)), state
 
     def observe(self, params, cfg, rows, state):
-        return state + jnp.sum(rows.valid, axis=1)
+        return Mtp(None, 1).observe(params, cfg, rows, state)
 
 
-def script(sequences, capacity, drafts, wrong=()) -> Scripted:
-    """A drafter of `drafts` tokens that knows whole `sequences` of ids, and errs at the `wrong` places of a block."""
-    text = np.zeros((len(sequences), capacity), np.int32)
+def script(sequences, count=DRAFTS, wrong=()) -> Scripted:
+    """A drafter of `count` tokens that knows whole `sequences` of ids, and errs at the `wrong` places of a block."""
+    text = np.zeros((len(sequences), CAPACITY), np.int32)
     for row, sequence in enumerate(sequences):
-        text[row, : len(sequence)] = sequence[:capacity]
-    return Scripted(jnp.asarray(text), jnp.isin(jnp.arange(32), jnp.asarray(wrong, jnp.int32)), drafts)
+        text[row, : len(sequence)] = sequence[:CAPACITY]
+    return Scripted(jnp.asarray(text), jnp.isin(jnp.arange(DRAFTS), jnp.asarray(wrong, jnp.int32)), jnp.asarray(count))
 
 
 _prefill = jax.jit(speculative.prefill, static_argnames="cfg")
@@ -59,47 +70,48 @@ def sampler_of(cfg, requests, prompts, eos_ids=()):
     return sampler_state(requests, prompts, vocab_size=cfg.vocab_size, real_vocab_size=cfg.vocab_size, eos_ids=eos_ids)
 
 
-def begin(params, cfg, drafter, spec, prompts, requests=None, *, rows=32, capacity=128, chunk=16, limit=None, eos=()):
+def begin(params, cfg, drafter, spec, prompts, requests=None):
     """A state after the prompts (of any lengths) and the first token, and that step's output; free space is NaN."""
     requests = requests or [GREEDY] * len(prompts)
-    sizes = StateConfig(len(prompts), capacity, rows=rows, page=16)
-    limit = jnp.asarray([r.max_new_tokens if limit is None else limit for r in requests], jnp.int32)
+    sizes = StateConfig(len(prompts), CAPACITY, rows=DRAFTS + 1, page=16)
+    limit = jnp.array([min(r.max_new_tokens, CAPACITY - len(p)) for r, p in zip(requests, prompts, strict=True)])
     state = speculative.start(
         cfg,
         drafter,
         spec,
         sizes,
         poisoned_state(cfg, sizes),
-        sampler_of(cfg, requests, prompts, eos),
+        sampler_of(cfg, requests, prompts),
         jnp.ones(len(prompts), bool),
-        limit,
+        limit.astype(jnp.int32),
     )
-    for at in range(0, max(map(len, prompts)), chunk):
-        tokens, valid = np.zeros((len(prompts), chunk), np.int32), np.zeros((len(prompts), chunk), bool)
-        for row, ids in enumerate(prompts):
-            piece = ids[at : at + chunk]
-            tokens[row, : len(piece)], valid[row, : len(piece)] = piece, True
+    for tokens, valid in chunks(prompts):
         state = _prefill(params, cfg, drafter, tokens, valid, state)
     return _emit(params, state, top=0)
 
 
-def generate(params, cfg, drafter, spec, prompts, requests=None, *, verify=None, steps=1000, **options):
-    """Token ids of each sequence until all have ended, and the last state.
+def chunks(prompts):
+    """The prompts in pieces `[B, CHUNK]`, and which of their tokens are some."""
+    for at in range(0, max(map(len, prompts)), CHUNK):
+        tokens, valid = np.zeros((len(prompts), CHUNK), np.int32), np.zeros((len(prompts), CHUNK), bool)
+        for row, ids in enumerate(prompts):
+            piece = ids[at : at + CHUNK]
+            tokens[row, : len(piece)], valid[row, : len(piece)] = piece, True
+        yield tokens, valid
 
-    verify: blocks of this many drafts and no others; None lets the state choose.
-    """
-    state, output = begin(params, cfg, drafter, spec, prompts, requests, **options)
+
+def generate(params, cfg, drafter, spec, prompts, requests=None, steps=1000):
+    """Token ids of each sequence until all have ended or after so many steps, and the state then."""
+    state, output = begin(params, cfg, drafter, spec, prompts, requests)
     texts = [[] for _ in prompts]
-    for _ in range(steps):
+    short = spec.verify_tokens if always_long(spec, drafter.draft_tokens) else drafter.draft_tokens
+    for n in range(steps + 1):
         for row, text in enumerate(texts):
             text += np.asarray(output.tokens[row, : int(output.emitted[row])]).tolist()
-        if not state.decode.active.any():
+        if n == steps or not state.decode.active.any():
             break
-        long = bool((output.long & state.decode.active).any())
-        chosen = spec.verify_tokens if long else min(drafter.draft_tokens, spec.verify_tokens)
-        state, output = step(
-            params, cfg, drafter, spec, state, verify_tokens=chosen if verify is None else verify, top=0
-        )
+        length = spec.verify_tokens if (output.long & state.decode.active).any() else short
+        state, output = step(params, cfg, drafter, spec, state, verify_tokens=length, top=0)
     return texts, state
 
 
@@ -108,28 +120,23 @@ def _plain_step(params, cfg, state):
     return decode.decode_step(params, cfg, state, 0)
 
 
-def plain(params, cfg, prompts, n, requests=None, capacity=128, chunk=16):
-    """`n` tokens of each sequence by plain decoding; stop ids and limits are not heeded."""
+def plain(params, cfg, prompts, n, requests=None):
+    """`n` tokens of each sequence by plain decoding, and the state then; stop ids and limits are not heeded."""
     requests = requests or [GREEDY] * len(prompts)
-    texts = []
-    for ids, request in zip(prompts, requests, strict=True):
-        sizes = StateConfig(1, capacity, page=16)
-        state = decode.start(cfg, init_state(cfg, sizes), sampler_of(cfg, [request], [ids]), jnp.ones(1, bool))
-        for at in range(0, len(ids), chunk):
-            piece = ids[at : at + chunk]
-            tokens = np.zeros((1, chunk), np.int32)
-            tokens[0, : len(piece)] = piece
-            state = _plain_prefill(params, cfg, tokens, np.arange(chunk)[None] < len(piece), state)
-        state, output = _plain_emit(params, state)
-        text = [int(output.tokens[0, 0])]
-        for _ in range(n - 1):
-            state, output = _plain_step(params, cfg, state.replace(active=jnp.ones(1, bool)))
-            text.append(int(output.tokens[0, 0]))
-        texts.append(text)
-    return texts
+    active = jnp.ones(len(prompts), bool)
+    model = init_state(cfg, StateConfig(len(prompts), CAPACITY, page=16))
+    state = decode.start(cfg, model, sampler_of(cfg, requests, prompts), active)
+    for tokens, valid in chunks(prompts):
+        state = _plain_prefill(params, cfg, tokens, valid, state)
+    state, output = _plain_emit(params, state)
+    texts = [[] for _ in prompts]
+    for i in range(n):
+        for text, token in zip(texts, np.asarray(output.tokens)[:, 0].tolist(), strict=True):
+            text.append(token)
+        if i < n - 1:
+            state, output = _plain_step(params, cfg, state.replace(active=active))
+    return texts, state
 
 
 _plain_prefill = jax.jit(decode.prefill, static_argnames="cfg")
 _plain_emit = jax.jit(lambda params, state: decode.emit(params, state, 0))
-
-__all__ = ["GREEDY", "Scripted", "SpecConfig", "begin", "generate", "plain", "sampler_of", "script", "step"]
