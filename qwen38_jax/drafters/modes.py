@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.config import ModelConfig
 from qwen38_jax.drafters.interface import Drafter
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
@@ -17,25 +16,15 @@ MTP_TOKENS = 4
 LOOKUP_TOKENS = 15  # 16 rows: what a tile of a matrix product takes anyway
 
 
-def make_drafter(
-    mode: str,
-    params: Params,
-    cfg: ModelConfig,
-    *,
-    draft_head: DraftHead | None = None,
-    draft_tokens: int | None = None,
-    verify_tokens: int | None = None,
-) -> tuple[Drafter, SpecConfig] | None:
-    """The drafter and the settings of a mode, with the settings' defaults; None for "none".
+def plan(mode: str, draft_tokens: int | None = None, verify_tokens: int | None = None) -> tuple[int, SpecConfig] | None:
+    """How many drafts a mode's drafter proposes, and the mode's settings; None for "none". Needs no checkpoint.
 
     Args:
       mode: one of `MODES`.
-      draft_head: rows of the output head that MTP drafts from; None for all.
       draft_tokens: of the drafter itself. verify_tokens: drafts that a block has at most, those of the lookup included.
 
     Raises:
-      ValueError: the mode is unknown, or its parts are not there; an option that the mode has no use for; more drafts
-        than are verified.
+      ValueError: the mode is unknown or has no use for an option; more drafts than are verified, or none.
     """
     if mode not in MODES:
         raise ValueError(f"speculation mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -44,23 +33,47 @@ def make_drafter(
             raise ValueError("draft_tokens and verify_tokens are for speculation: choose a mode other than none")
         return None
     if "dflash2" in mode:
-        raise ValueError(f"mode {mode} needs the DFlash2 drafter, which cannot be run yet; choose another")
+        raise ValueError(f"mode {mode} needs the DFlash2 drafter, which cannot be run yet: choose another")
     lookup, own = "lookup" in mode, mode != "lookup"
-    if not own and draft_tokens:
-        raise ValueError("draft_tokens is for drafters with tokens of their own; lookup takes verify_tokens")
-    if own and params.mtp is None:
-        raise ValueError(f"mode {mode} needs an MTP head, and the checkpoint has none: choose lookup or none")
+    if not own and draft_tokens is not None:
+        raise ValueError("draft_tokens is for drafters with tokens of their own: lookup takes verify_tokens")
     drafts = (MTP_TOKENS if draft_tokens is None else draft_tokens) if own else 0
     if own and drafts < 1:
         raise ValueError(f"draft_tokens must be at least 1, got {drafts}")
     if verify_tokens is None:
         verify_tokens = max(LOOKUP_TOKENS, drafts) if lookup else drafts
-    if not max(drafts, 1) <= verify_tokens:
+    if verify_tokens < max(drafts, 1):
         raise ValueError(f"verify_tokens must be at least {max(drafts, 1)}, what is drafted, got {verify_tokens}")
     if not lookup and verify_tokens > drafts:
         raise ValueError(f"verify_tokens {verify_tokens} are more than the {drafts} that mode {mode} drafts")
-    spec = SpecConfig(verify_tokens=verify_tokens, lookup=lookup)
-    return (Mtp(draft_head, drafts, spec.truncate_draft) if own else NoDrafter()), spec
+    return drafts, SpecConfig(verify_tokens=verify_tokens, lookup=lookup)
+
+
+def make_drafter(
+    mode: str,
+    params: Params,
+    *,
+    draft_head: DraftHead | None = None,
+    draft_tokens: int | None = None,
+    verify_tokens: int | None = None,
+) -> tuple[Drafter, SpecConfig] | None:
+    """The drafter and the settings of a mode; None for "none".
+
+    Args:
+      draft_head: rows of the output head that MTP drafts from; None for all. The other options are `plan`'s.
+
+    Raises:
+      ValueError: what `plan` raises; or the model has no MTP head.
+    """
+    planned = plan(mode, draft_tokens, verify_tokens)
+    if planned is None:
+        return None
+    drafts, spec = planned
+    if mode == "lookup":
+        return NoDrafter(), spec
+    if params.mtp is None:
+        raise ValueError(f"mode {mode} needs an MTP head, and the checkpoint has none: choose lookup or none")
+    return Mtp(draft_head, drafts, spec.truncate_draft), spec
 
 
 def cut_draft_head(params: Params, ids: Sequence[int] | np.ndarray, *, vocab_size: int) -> DraftHead:

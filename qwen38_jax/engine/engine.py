@@ -18,7 +18,7 @@ from qwen38_jax.checkpoint.load import read_config
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import StepOutput
 from qwen38_jax.drafters.interface import Drafter
-from qwen38_jax.drafters.modes import cut_draft_head, make_drafter
+from qwen38_jax.drafters.modes import cut_draft_head, make_drafter, plan
 from qwen38_jax.engine.memory import require
 from qwen38_jax.engine.metrics import metrics
 from qwen38_jax.engine.programs import Plain, Programs, Speculative
@@ -106,7 +106,11 @@ class Engine:
           NotEnoughMemory: the parameters do not fit.
         """
         directory = SHIPPED_CHECKPOINT if directory is None else Path(directory)
-        # All that can be wrong with a small file is told before the long part.
+        # All that can be wrong with an option or a small file is told before the long part.
+        plan(speculate, draft_tokens, verify_tokens)
+        if draft_vocab is not None and "mtp" not in speculate:
+            raise ValueError(f"a draft vocabulary is for the MTP head, not for mode {speculate}")
+        draft_ids = None if draft_vocab is None else read_draft_ids(Path(draft_vocab))
         tokenizer = Tokenizer.from_directory(directory)
         _, generation_config, _ = read_config(directory)
         try:
@@ -117,9 +121,6 @@ class Engine:
             dtype = "float32"
         needed = loaded_bytes(directory, dtype=dtype)
         require(needed, str(directory), "use a smaller dtype, a quantised checkpoint, or free memory")
-        draft_ids = None if draft_vocab is None else read_draft_ids(Path(draft_vocab))
-        if draft_ids is not None and "mtp" not in speculate:
-            raise ValueError(f"a draft vocabulary is for the MTP head, not for mode {speculate}")
         checkpoint = load_checkpoint(directory, dtype=dtype)
         head = checkpoint.draft_head
         if draft_ids is not None:
@@ -127,7 +128,6 @@ class Engine:
         speculation = make_drafter(
             speculate,
             checkpoint.params,
-            checkpoint.cfg,
             draft_head=head,
             draft_tokens=draft_tokens,
             verify_tokens=verify_tokens,
