@@ -140,7 +140,7 @@ def run(checkpoint: Checkpoint, sizes: StateConfig, prompt: int, steps: int) -> 
     state = jax.block_until_ready(read(params, tokens, valid, state))
     seconds = time.perf_counter() - began
     timing, (_, output) = measure_chain(lambda pair: step(params, pair[0]), (state, None), steps=steps, repeats=3)
-    if not np.isfinite(output.logprob).all():
+    if not np.isfinite(output.logprobs).all():
         raise ValueError("the model's output is not finite: the checkpoint is broken")
     return seconds, timing
 

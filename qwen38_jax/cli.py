@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qwen38_jax import __version__
+from qwen38_jax.spec_config import MODES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +79,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-thinking", action="store_true", help="chat without a think block")
     parser.add_argument("--state-dtype", choices=("float32", "float16"), default="float32", help="recurrent state")
     parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="prompts decoded together")
-    parser.add_argument("--speculate", choices=("none",), default="none", help="drafter")
+    drafts = parser.add_argument_group("speculation")
+    drafts.add_argument("--speculate", choices=MODES, default="none", metavar="MODE", help=f"one of {', '.join(MODES)}")
+    drafts.add_argument("--draft-tokens", type=int, metavar="K", help="that the drafter proposes in a step")
+    drafts.add_argument("--verify-tokens", type=int, metavar="K", help="drafts of a block, with those of the lookup")
+    drafts.add_argument(
+        "--draft-vocab", type=Path, metavar="FILE", help="ids that MTP may draft, an int64 vector as torch.save writes"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt, on a line of its own")
     parser.set_defaults(run=_generate)
 
@@ -150,7 +157,15 @@ def _generate(args: argparse.Namespace) -> int:
     lines = None if args.prompts is None else list(_lines(args.prompts))
     from qwen38_jax.engine import Request
 
-    engine = _engine(args, state_dtype=args.state_dtype, max_batch=args.max_batch)
+    engine = _engine(
+        args,
+        state_dtype=args.state_dtype,
+        max_batch=args.max_batch,
+        speculate=args.speculate,
+        draft_tokens=args.draft_tokens,
+        verify_tokens=args.verify_tokens,
+        draft_vocab=args.draft_vocab,
+    )
     sampling = engine.sampling(**flags)
     options = {"sampling": sampling, "thinking": not args.no_thinking}
     if lines is not None:
@@ -231,8 +246,9 @@ def _request_of_line(line: bytes, options: dict):
 
 def _to_json(completion, **extra) -> str:
     record = {**extra, **dataclasses.asdict(completion)}
-    if completion.logprobs is None:
-        del record["logprobs"]
+    for name in ("logprobs", "speculation"):
+        if record[name] is None:
+            del record[name]
     return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
 
@@ -240,7 +256,11 @@ def _summary(completion) -> str:
     steps, seconds = completion.steps, completion.decode_seconds
     text = f"[{completion.prompt_tokens} prompt tokens, {len(completion.token_ids)} new ({completion.finish_reason})"
     if steps:
-        text += f"; {steps / seconds:.1f} tok/s, 1.00 tokens/step, {1000 * seconds / steps:.2f} ms/step"
+        emitted = len(completion.token_ids) - 1  # the first comes out of the prefill
+        rates = (
+            f"{emitted / seconds:.1f} tok/s, {emitted / steps:.2f} tokens/step, {1000 * seconds / steps:.2f} ms/step"
+        )
+        text += f"; {rates}"
     return text + f"; prefill {completion.prefill_seconds:.2f} s, compile {completion.compile_seconds:.1f} s]"
 
 

@@ -30,20 +30,27 @@ class DecodeState:
     generated: Array
     active: Array
 
+    def with_active(self, active: Array) -> "DecodeState":
+        """The same state in which only the sequences of `active [B]` grow."""
+        return self.replace(active=active)
+
 
 @struct.dataclass
 class StepOutput:
-    """What a step emitted.
+    """What a step emitted: up to L tokens a sequence, one in plain decoding.
 
-    token: `[B]` int32, meaningless where `emitted [B]` is False. logprob: `[B]` fp32, the model's own
-    log-probability of it; top_ids and top_logprobs: `[B, n]`, the likeliest tokens.
+    tokens: `[B, L]` int32, the first `emitted [B]` of each row; the others mean nothing.
+    logprobs: `[B, L]` fp32, the model's own log-probability of each; top_ids, top_logprobs: `[B, L, n]`, the likeliest.
+    long: `[B]` bool where drafts are verified: whether the next block is to be long. A program of fewer rows than that
+      serves too, but then what is sampled depends on it.
     """
 
-    token: Array
+    tokens: Array
     emitted: Array
-    logprob: Array
+    logprobs: Array
     top_ids: Array
     top_logprobs: Array
+    long: Array | None = None
 
 
 def start(cfg: ModelConfig, model: State, sampler: SamplerState, active: Array) -> DecodeState:
@@ -62,6 +69,11 @@ def start(cfg: ModelConfig, model: State, sampler: SamplerState, active: Array) 
 def prefill(params: Params, cfg: ModelConfig, tokens: Array, valid: Array, state: DecodeState) -> DecodeState:
     """Reads a chunk of prompts, `tokens [B, L]` where `valid [B, L]`; rows on either side may be padding."""
     hidden, _, model = forward(params, cfg, chain_block(tokens, state.model.lengths, valid), state.model, commit=True)
+    return after_chunk(state, model, hidden, valid)
+
+
+def after_chunk(state: DecodeState, model: State, hidden: Array, valid: Array) -> DecodeState:
+    """The state after `forward` gave `hidden [B, L, H]` for the `valid [B, L]` rows of a chunk, and `model`."""
     last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), -1), axis=1)
     row = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)[:, 0]
     return state.replace(model=model, hidden=jnp.where(last[:, None] >= 0, row, state.hidden))
@@ -77,7 +89,7 @@ def emit(params: Params, state: DecodeState, top: int) -> tuple[DecodeState, Ste
     token = sample(log_probs, state.sampler, state.model.lengths)
     reported = token_logprobs(scores, token, top, real_vocab_size=state.sampler.real_vocab_size)
     stopped = jnp.any(token[:, None] == state.sampler.stop_ids, axis=1)
-    output = StepOutput(token, state.active, *reported)
+    output = StepOutput(token[:, None], state.active.astype(jnp.int32), *(t[:, None] for t in reported))
     state = state.replace(
         sampler=update_counts(state.sampler, token, state.active),
         token=token,

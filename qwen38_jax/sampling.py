@@ -304,16 +304,17 @@ def filter_min_p(logits: Array, min_p: Array) -> Array:
 # --- From the distribution to tokens ---
 
 
-def row_keys(key_data: Array, positions: Array, purpose: int) -> Array:
+def row_keys(key_data: Array, positions: Array, purpose: Array | int) -> Array:
     """Typed keys shaped as positions [B, ...]: the request's key (key_data [B, 2]) folded with the absolute
-    position of the token to be drawn, then with the purpose of the draw."""
+    position of the token to be drawn, then with the purpose of the draw, one for all or shaped as positions."""
     data = jnp.broadcast_to(_per_row(key_data, positions[..., None]), (*positions.shape, 2)).reshape(-1, 2)
     keys = jax.random.wrap_key_data(data, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, positions.reshape(-1))
-    return jax.vmap(lambda key: jax.random.fold_in(key, purpose))(keys).reshape(positions.shape)
+    purposes = jnp.broadcast_to(purpose, positions.shape).reshape(-1)
+    return jax.vmap(jax.random.fold_in)(keys, purposes).reshape(positions.shape)
 
 
-def sample(log_probs: Array, sampler: SamplerState, positions: Array, purpose: int = TARGET) -> Array:
+def sample(log_probs: Array, sampler: SamplerState, positions: Array, purpose: Array | int = TARGET) -> Array:
     """Tokens [B, ...] int32 drawn from log_probs [B, ..., V], which need not be normalised.
 
     positions: [B, ...] int32, the absolute position that each token will have. A point mass yields its token

@@ -5,8 +5,10 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from qwen38_jax.checkpoint.draft_ids import write_draft_ids
 from qwen38_jax.checkpoint.load import read_config
 from qwen38_jax.cli import main
 
@@ -160,6 +162,11 @@ def test_memory_gib(capsys):
         (("generate", "--prompt", "x", "--max-batch", "0"), "max_batch"),
         (("generate", "--prompt", "x", "--logprobs", "2"), "--json"),
         (("generate", "--prompt", "x", "--no-thinking"), "--chat"),
+        (("generate", "--prompt", "x", "--speculate", "dflash2"), "cannot be run yet"),
+        (("generate", "--prompt", "x", "--draft-tokens", "3"), "choose a mode"),
+        (("generate", "--prompt", "x", "--speculate", "mtp", "--verify-tokens", "9"), "more than the 4"),
+        (("generate", "--prompt", "x", "--speculate", "lookup", "--draft-vocab", "ids.pt"), "for the MTP head"),
+        (("generate", "--prompt", "x", "--speculate", "mtp", "--draft-vocab", "/nonexistent.pt"), "/nonexistent.pt"),
         (("score", "--token-ids", "5"), "2 to"),
         (("score", "--text", "/nonexistent"), "/nonexistent"),
         (("inspect", "/nonexistent"), "/nonexistent"),
@@ -169,6 +176,20 @@ def test_errors_are_one_line_and_exit_1(capsys, args, words):
     code, out, err = cli(capsys, *args)
     assert code == 1 and not out
     assert err.startswith("qwen38: error: ") and words in err and err.count("\n") == 1
+
+
+def test_drafts_are_counted(capsys, tmp_path):
+    """Even with a draft vocabulary that leaves next to nothing to draft, the text is that of plain decoding."""
+    write_draft_ids(tmp_path / "ids.pt", np.arange(100, 140))
+    ask = ("generate", "--prompt", "def add(a, b):", *GREEDY, "--json")
+    _, plain, _ = cli(capsys, *ask)
+    flags = ("--speculate", "mtp", "--draft-tokens", "2", "--draft-vocab", tmp_path / "ids.pt")
+    code, out, _ = cli(capsys, *ask, *flags)
+    plain, record = json.loads(plain), json.loads(out)
+    assert code == 0 and record["token_ids"] == plain["token_ids"] and "speculation" not in plain
+    counts = record["speculation"]
+    assert counts["emitted"] == len(record["token_ids"]) - 1
+    assert counts["by_source"]["mtp"] == counts["by_position"] and len(counts["by_position"]["drafted"]) == 2
 
 
 def test_reader_that_has_seen_enough(tmp_path):
@@ -190,7 +211,7 @@ def test_dtypes_and_stop_strings(capsys):
 
 @pytest.mark.parametrize(
     "args", [(), ("generate",), ("generate", "--prompt", "a", "--chat", "b"), ("generate", "--token-ids", "a"),
-             ("generate", "--prompt", "a", "--speculate", "mtp"), ("score",)]
+             ("generate", "--prompt", "a", "--speculate", "eagle"), ("score",)]
 )  # fmt: skip
 def test_wrong_usage_exits_2(capsys, args):
     assert cli(capsys, *args)[0] == 2

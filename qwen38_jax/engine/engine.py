@@ -6,18 +6,23 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qwen38_jax.checkpoint import load_checkpoint
+from qwen38_jax.checkpoint.draft_ids import read_draft_ids
 from qwen38_jax.checkpoint.load import read_config, sound_account
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.decode import DecodeState, StepOutput, decode_step, emit, prefill, start
+from qwen38_jax.decode import StepOutput
+from qwen38_jax.drafters.interface import Drafter
+from qwen38_jax.drafters.modes import cut_draft_head, make_drafter, plan
 from qwen38_jax.engine.memory import device_budget
+from qwen38_jax.engine.metrics import metrics
 from qwen38_jax.engine.plan import Settings, Weights, chunk_lengths, require_fit
+from qwen38_jax.engine.programs import Plain, Programs, Speculative
 from qwen38_jax.engine.request import Completion, Request
 from qwen38_jax.engine.stream import Stream
 from qwen38_jax.evaluation.hidden import CHUNK
@@ -25,26 +30,13 @@ from qwen38_jax.evaluation.perplexity import Score, score
 from qwen38_jax.params import Params
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import abstract_state, init_state
 from qwen38_jax.tokenizer import Tokenizer
 
 SHIPPED_CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 
 OnText = Callable[[int, str], None]
-
-
-class Programs(NamedTuple):
-    """Compiled programs for one batch size and capacity; every one takes `(params, ..., state)`."""
-
-    prefill: dict[int, jax.stages.Compiled]  # by chunk length
-    emit: jax.stages.Compiled
-    step: jax.stages.Compiled
-
-    @property
-    def workspace(self) -> int:
-        """Bytes that the hungriest of them needs beside its arguments and results."""
-        analyses = [p.memory_analysis() for p in (*self.prefill.values(), self.emit, self.step)]
-        return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
 
 
 class Engine:
@@ -65,11 +57,14 @@ class Engine:
         state_dtype: str = "float32",
         max_batch: int = 8,
         memory_gib: float | None = None,
+        speculation: tuple[Drafter, SpecConfig] | None = None,
     ):
         """`max_batch` requests are decoded together; `state_dtype` is that of the recurrent state.
 
         What would need more than the device has free, or more than `memory_gib` in all, is refused. (To have XLA keep
         to `memory_gib` as well, call `memory.cap_device_memory` before JAX looks at its devices.)
+
+        `speculation`: the drafter of every request and its settings, as `drafters.modes.make_drafter` gives them.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -81,7 +76,9 @@ class Engine:
         self.params, self.cfg, self.tokenizer = params, cfg, tokenizer
         self._generation_config = generation_config
         self._state_dtype, self._max_batch, self._memory_gib = state_dtype, max_batch, memory_gib
-        self._weights = Weights.of_params(params, cfg)
+        self._decoding = Plain(cfg) if speculation is None else Speculative(cfg, *speculation)
+        self._weights = self._decoding.weights(params)
+        self._resident = Weights.of_params(params, cfg, None if speculation is None else speculation[0])
         self._programs: dict[tuple, Programs] = {}
 
     @classmethod
@@ -91,20 +88,32 @@ class Engine:
         *,
         dtype: str | None = None,
         memory_gib: float | None = None,
+        speculate: str = "none",
+        draft_tokens: int | None = None,
+        verify_tokens: int | None = None,
+        draft_vocab: str | Path | None = None,
         **options,
     ) -> "Engine":
         """Loads a Hugging Face directory, by default the small trained checkpoint that ships with the package.
 
         Args:
           dtype: of the parameters; None takes the checkpoint's own, or float32 on a CPU, which has no fast bfloat16.
+          speculate, draft_tokens, verify_tokens: see `drafters.modes.make_drafter`.
+          draft_vocab: file of the token ids that the MTP head may draft, as `torch.save` writes an int64 vector; None
+            takes those of the checkpoint's draft head, or all where it has none.
           memory_gib, options: as the constructor's.
 
         Raises:
+          ValueError: the options contradict each other or the checkpoint.
           CheckpointError, TokenizerError: the directory is not a whole checkpoint.
           NotEnoughMemory: the parameters and the least that a run needs beside them do not fit; nothing is loaded.
         """
         directory = SHIPPED_CHECKPOINT if directory is None else Path(directory)
-        # All that can be wrong with a small file is told before the long part.
+        # All that can be wrong with an option or a small file is told before the long part.
+        plan(speculate, draft_tokens, verify_tokens)
+        if draft_vocab is not None and "mtp" not in speculate:
+            raise ValueError(f"a draft vocabulary is for the MTP head, not for mode {speculate}")
+        draft_ids = None if draft_vocab is None else read_draft_ids(Path(draft_vocab))
         tokenizer = Tokenizer.from_directory(directory)
         _, generation_config, _ = read_config(directory)
         try:
@@ -117,12 +126,23 @@ class Engine:
         least = Settings(context=1, prompt=1)
         require_fit(Weights.of_accounts(account), least, device_budget(memory_gib), str(directory))
         checkpoint = load_checkpoint(directory, dtype=dtype)
+        head = checkpoint.draft_head
+        if draft_ids is not None:
+            head = cut_draft_head(checkpoint.params, draft_ids, vocab_size=tokenizer.vocab_size)
+        speculation = make_drafter(
+            speculate,
+            checkpoint.params,
+            draft_head=head,
+            draft_tokens=draft_tokens,
+            verify_tokens=verify_tokens,
+        )
         return cls(
             checkpoint.params,
             checkpoint.cfg,
             tokenizer,
             generation_config=checkpoint.generation_config,
             memory_gib=memory_gib,
+            speculation=speculation,
             **options,
         )
 
@@ -192,45 +212,72 @@ class Engine:
     def _run(self, streams: list[Stream]) -> list[Completion]:
         top = MAX_LOGPROBS if any(s.sampling.logprobs for s in streams) else 0  # two programs, not twenty
         state, programs, compile_seconds = self._prepare(streams, top)
+        slots = _slots(streams)
         began = time.perf_counter()
-        for tokens, valid in _prompt_chunks([s.prompt for s in streams], state.active.shape[0]):
-            state = programs.prefill[tokens.shape[1]](self.params, tokens, valid, state)
-        state, output = programs.emit(self.params, state)
-        limit = self.cfg.max_position_embeddings
-        self._collect(streams, output, limit)
+        for tokens, valid in _prompt_chunks([s.prompt for s in streams], slots):
+            state = programs.prefill[tokens.shape[1]](self._weights, tokens, valid, state)
+        state, output = programs.emit(self._weights, state)
+        output = self._collect(streams, output)
         decoding = time.perf_counter()
         for stream in streams:
             stream.begin_decoding(decoding - began, compile_seconds)
         while not all(s.finished for s in streams):
-            active = np.zeros(state.active.shape, bool)
+            active = np.zeros(slots, bool)
             active[: len(streams)] = [not s.finished for s in streams]
-            state, output = programs.step(self.params, state.replace(active=jnp.asarray(active)))
-            self._collect(streams, output, limit)
-        return [s.completion() for s in streams]
+            step = programs.step[self._decoding.length(output, active)]
+            state, output = step(self._weights, state.with_active(jnp.asarray(active)))
+            output = self._collect(streams, output)
+        return self._completions(streams, state, programs)
 
-    @staticmethod
-    def _collect(streams: list[Stream], output: StepOutput, limit: int) -> None:
+    def _collect(self, streams: list[Stream], output: StepOutput) -> StepOutput:
+        """Hands the emitted tokens to their streams; returns the output as NumPy arrays."""
         output = jax.device_get(output)
         for row, stream in enumerate(streams):
-            if not stream.finished:
-                if not np.isfinite(output.logprob[row]):
-                    raise ValueError("the model's output is not finite: the checkpoint or its dtype is broken")
-                top = zip(output.top_ids[row].tolist(), output.top_logprobs[row].tolist(), strict=True)
-                stream.push(int(output.token[row]), float(output.logprob[row]), tuple(top), limit)
+            n = 0 if stream.finished else int(output.emitted[row])
+            if not np.isfinite(output.logprobs[row, :n]).all():
+                raise ValueError("the model's output is not finite: the checkpoint or its dtype is broken")
+            stream.push_step(
+                *(t[row, :n].tolist() for t in (output.tokens, output.logprobs, output.top_ids, output.top_logprobs)),
+                context=self.cfg.max_position_embeddings,
+            )
+        return output
 
-    def _prepare(self, streams: list[Stream], top: int) -> tuple[DecodeState, Programs, float]:
+    def _completions(self, streams: list[Stream], state, programs: Programs) -> list[Completion]:
+        completions = [s.completion() for s in streams]
+        if not isinstance(self._decoding, Speculative):
+            return completions
+        counts = jax.device_get(state.counts)
+        return [
+            dataclasses.replace(
+                completion,
+                speculation=metrics(
+                    counts,
+                    row,
+                    draft_tokens=self._decoding.drafter.draft_tokens,
+                    decode_seconds=completion.decode_seconds,
+                    compiled_programs=len(programs.all),
+                ),
+            )
+            for row, completion in enumerate(completions)
+        ]
+
+    def _prepare(self, streams: list[Stream], top: int) -> tuple[Any, Programs, float]:
         """An empty state of the right size and the programs for it, after a check that it fits."""
+        context = self.cfg.max_position_embeddings
+        limits = [min(s.sampling.max_new_tokens, context - len(s.prompt)) for s in streams]
         longest = max(len(s.prompt) for s in streams)
         settings = Settings(
             slots=len(streams),
-            context=max(len(s.prompt) + s.sampling.max_new_tokens for s in streams),
+            context=max(len(s.prompt) + limit for s, limit in zip(streams, limits, strict=True)),
             prompt=longest,
             state_dtype=self._state_dtype,
+            drafters=self._decoding.drafters,
+            verify_rows=self._decoding.rows,
         )
         sizes = settings.sizes(self.cfg)
         slots, capacity = sizes.batch, sizes.capacity
         what = f"a batch of {slots} x {capacity:,} tokens"
-        self._require_fit(settings, what)
+        self._require_fit(settings, what, workspace=0)  # no estimate refuses what the compiled programs may allow
         idle = SamplingParams(temperature=0.0, seed=0)
         sampler = sampler_state(
             [s.sampling for s in streams] + [idle] * (slots - len(streams)),
@@ -240,42 +287,32 @@ class Engine:
             eos_ids=self.cfg.eos_token_ids,
         )
         active = jnp.arange(slots) < len(streams)
+        limit = jnp.asarray(np.pad(np.array(limits, np.int32), (0, slots - len(streams))))
+        start = functools.partial(self._decoding.start, sizes)
         model = abstract_state(self.cfg, sizes)
+        abstract = jax.eval_shape(start, self._weights, model, sampler, active, limit)
         began = time.perf_counter()
-        abstract = jax.eval_shape(functools.partial(start, self.cfg), model, sampler, active)
         programs = self._compile(abstract, set(chunk_lengths(longest, slots)), (slots, capacity, top))
         seconds = time.perf_counter() - began
-        self._require_fit(settings, what, programs.workspace)
-        return start(self.cfg, init_state(self.cfg, sizes), sampler, active), programs, seconds
+        self._require_fit(settings, what, workspace=programs.workspace)
+        return start(self._weights, init_state(self.cfg, sizes), sampler, active, limit), programs, seconds
 
-    def _require_fit(self, settings: Settings, what: str, workspace: int | None = None) -> None:
-        budget = device_budget(self._memory_gib, held=self._weights.nbytes)
-        require_fit(self._weights, settings, budget, what, workspace=workspace)
+    def _require_fit(self, settings: Settings, what: str, *, workspace: int | None = None) -> None:
+        budget = device_budget(self._memory_gib, held=self._resident.nbytes)
+        require_fit(self._resident, settings, budget, what, workspace=workspace)
 
-    def _compile(self, state: DecodeState, chunks: Iterable[int], key: tuple) -> Programs:
-        cached = self._programs.get(key)
+    def _compile(self, state: Any, chunks: Iterable[int], key: tuple[int, int, int]) -> Programs:
         slots, _, top = key
-        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self.params)
-        if cached is None:
-            cached = Programs(
-                prefill={},
-                emit=_lower(lambda p, s: emit(p, s, top), params, state),
-                step=_lower(lambda p, s: decode_step(p, self.cfg, s, top), params, state),
-            )
-            self._programs[key] = cached
-        for n in chunks:
-            if n not in cached.prefill:
-                tokens = jax.ShapeDtypeStruct((slots, n), jnp.int32)
-                valid = jax.ShapeDtypeStruct((slots, n), jnp.bool_)
-                cached.prefill[n] = _lower(
-                    lambda p, t, v, s: prefill(p, self.cfg, t, v, s), params, tokens, valid, state
-                )
-        return cached
+        weights = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), self._weights)
+        if key not in self._programs:
+            self._programs[key] = Programs.compile(self._decoding, weights, state, top)
+        self._programs[key].add_prefill(self._decoding, weights, state, slots, chunks)
+        return self._programs[key]
 
 
-def _lower(function: Callable, *args) -> jax.stages.Compiled:
-    """Compiles; the last argument, the state, gives its memory to the result."""
-    return jax.jit(function, donate_argnums=len(args) - 1).lower(*args).compile()
+def _slots(streams: list[Stream]) -> int:
+    """Rows of the batch: a power of two, so that few programs serve all batches."""
+    return 1 << (len(streams) - 1).bit_length()
 
 
 def _prompt_chunks(prompts: list[list[int]], slots: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +71,13 @@ class Weights:
         return sum(item.nbytes for item in self.items)
 
     @classmethod
-    def of_params(cls, params: Params, cfg: ModelConfig) -> "Weights":
-        """Of parameters that are in memory already."""
+    def of_params(cls, params: Params, cfg: ModelConfig, drafter: Any = None) -> "Weights":
+        """Of parameters that are in memory already, and of what a drafter has beside them."""
         head = params.embed if params.lm_head is None else params.lm_head
-        return cls(cfg, (Item("weights", "parameters", cfg.dtype, tree_bytes(params)),), is_quantised(head))
+        items = [Item("weights", "parameters", cfg.dtype, tree_bytes(params))]
+        if nbytes := tree_bytes(drafter):
+            items.append(Item("weights", "drafter", cfg.dtype, nbytes))
+        return cls(cfg, tuple(items), is_quantised(head))
 
     @classmethod
     def of_accounts(cls, account: Account, drafter: DrafterAccount | None = None) -> "Weights":

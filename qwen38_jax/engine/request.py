@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qwen38_jax.engine.metrics import SpeculationMetrics
 from qwen38_jax.sampling_params import SamplingParams
 
 
@@ -55,6 +56,7 @@ class Completion:
       decode_seconds: from there until this request's last token.
       compile_seconds: spent on compiling before that, which neither of the two contains.
       logprobs: one entry a token where the request asked for them.
+      speculation: what the drafts did, where there were some.
     """
 
     token_ids: tuple[int, ...]
@@ -66,3 +68,4 @@ class Completion:
     decode_seconds: float
     compile_seconds: float
     logprobs: tuple[TokenLogprob, ...] | None = None
+    speculation: SpeculationMetrics | None = None

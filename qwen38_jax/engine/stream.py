@@ -31,6 +31,7 @@ class Stream:
         self._text: list[str] = []
         self._seconds = {"prefill_seconds": 0.0, "decode_seconds": 0.0, "compile_seconds": 0.0}
         self._decoding_since = 0.0
+        self._steps = 0
 
     @property
     def finished(self) -> bool:
@@ -40,6 +41,21 @@ class Stream:
         """Marks the moment after the first token, from which decoding is timed."""
         self._seconds.update(prefill_seconds=prefill_seconds, compile_seconds=compile_seconds)
         self._decoding_since = time.perf_counter()
+
+    def push_step(
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        top_ids: list[list[int]],
+        top_logprobs: list[list[float]],
+        *,
+        context: int,
+    ) -> None:
+        """Takes the tokens of one step; those behind the end of the request are dropped. For `context` see `push`."""
+        self._steps += bool(tokens and self._decoding_since)
+        for token, logprob, ids, values in zip(tokens, logprobs, top_ids, top_logprobs, strict=True):
+            if not self.finished:
+                self.push(token, logprob, tuple(zip(ids, values, strict=True)), context)
 
     def push(self, token: int, logprob: float, top: tuple[tuple[int, float], ...], context: int) -> None:
         """Takes the next token. `context` is how many tokens prompt and answer may have together."""
@@ -78,7 +94,7 @@ class Stream:
             text="".join(self._text),
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),
-            steps=len(self._tokens) - 1,
+            steps=self._steps,
             logprobs=None if self.sampling.logprobs is None else tuple(self._logprobs),
             **self._seconds,
         )

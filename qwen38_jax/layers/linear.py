@@ -32,6 +32,11 @@ def embed(table: Weight, ids: Array) -> Array:
 
     An id outside the table is clamped: callers check ids first.
     """
+    return dequantize(rows_of(table, ids))
+
+
+def rows_of(table: Array | QuantTensor, ids: Array) -> Array | QuantTensor:
+    """The matrix of rows `ids [...]` of `table [V, H]`, stored as that is. An id outside the table is clamped."""
 
     def rows(t):
         return t.at[ids].get(mode="clip")
@@ -39,4 +44,4 @@ def embed(table: Weight, ids: Array) -> Array:
     if not isinstance(table, QuantTensor):
         return rows(table)
     zeros = None if table.zeros is None else rows(table.zeros)
-    return dequantize(table.replace(codes=rows(table.codes), scales=rows(table.scales), zeros=zeros))
+    return table.replace(codes=rows(table.codes), scales=rows(table.scales), zeros=zeros)

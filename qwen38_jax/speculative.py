@@ -1,0 +1,271 @@
+"""The decode step with drafts: propose, verify, accept, commit and observe as one compiled program.
+
+A step reads the anchor and its drafts in one block, keeps what agrees with the model, and emits that and one more
+token. What it emits is what plain decoding would: the same tokens at temperature 0, else the same distribution.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from qwen38_jax import decode
+from qwen38_jax.block import chain_block
+from qwen38_jax.block_length import BlockLength, first_block, next_block, step_reason
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.decode import DecodeState, StepOutput
+from qwen38_jax.drafters.interface import SOURCES, DraftContext, Drafter, Observed, Proposal
+from qwen38_jax.drafters.lookup import fuse, resize, suffix_match
+from qwen38_jax.model import forward, logits
+from qwen38_jax.params import Params
+from qwen38_jax.sampling import SamplerState, process_logits, token_logprobs, update_counts
+from qwen38_jax.spec_config import SpecConfig
+from qwen38_jax.state import State, StateConfig, accept
+from qwen38_jax.verification import Verdict, verify
+
+Array = jax.Array
+
+
+@struct.dataclass
+class Counts:
+    """What each sequence's steps did, since its start.
+
+    steps, long_steps: `[B]` int32, decode steps and those that had a long block.
+    drafted, accepted: `[B, sources, k]` int32, drafts verified and drafts emitted, by who proposed them (`SOURCES`) and
+      by their place in the block.
+    """
+
+    steps: Array
+    long_steps: Array
+    drafted: Array
+    accepted: Array
+
+
+@struct.dataclass
+class SpeculativeState:
+    """B sequences while they are decoded with drafts.
+
+    decode: what plain decoding carries; `decode.token` is the anchor, at position `decode.model.lengths`.
+    history: `[B, capacity]` int32, every token of prompt and output by position, the anchor included.
+    limit: `[B]` int32, tokens that may be emitted; a sequence that has emitted them is no longer active.
+    drafter: the drafter's own state. block: whether the coming block is long. counts: for reports.
+    """
+
+    decode: DecodeState
+    history: Array
+    limit: Array
+    drafter: Any
+    block: BlockLength
+    counts: Counts
+
+    def with_active(self, active: Array) -> "SpeculativeState":
+        """The same state in which only the sequences of `active [B]` grow."""
+        return self.replace(decode=self.decode.with_active(active))
+
+
+def start(
+    cfg: ModelConfig,
+    drafter: Drafter,
+    spec: SpecConfig,
+    sizes: StateConfig,
+    model: State,
+    sampler: SamplerState,
+    active: Array,
+    limit: Array,
+) -> SpeculativeState:
+    """The state of sequences whose prompts are yet to be read.
+
+    Args:
+      sizes: that `model` was made with; its `rows` must be at least `spec.verify_tokens + 1`.
+      active: `[B]` bool; the other slots stay idle.
+      limit: `[B]` int32, tokens that each may emit: a prompt of n tokens and they must fit in the state and in the
+        model's context.
+
+    Raises:
+      ValueError: the state keeps too few rows pending.
+    """
+    if sizes.rows < spec.verify_tokens + 1:
+        raise ValueError(f"blocks of {spec.verify_tokens + 1} rows need StateConfig.rows of as many, got {sizes.rows}")
+
+    def zeros(*shape):
+        return jnp.zeros((sizes.batch, *shape), jnp.int32)
+
+    by_source = (len(SOURCES), spec.verify_tokens)
+    return SpeculativeState(
+        decode=decode.start(cfg, model, sampler, active),
+        history=zeros(model.capacity),
+        limit=limit,
+        drafter=drafter.init(cfg, sizes),
+        block=first_block(sizes.batch, spec, drafter.draft_tokens),
+        counts=Counts(zeros(), zeros(), zeros(*by_source), zeros(*by_source)),
+    )
+
+
+def prefill(
+    params: Params, cfg: ModelConfig, drafter: Drafter, tokens: Array, valid: Array, state: SpeculativeState
+) -> SpeculativeState:
+    """Reads a chunk of prompts, as `decode.prefill`, and lets the drafter observe it."""
+    block = chain_block(tokens, state.decode.model.lengths, valid)
+    hidden, taps, model = forward(params, cfg, block, state.decode.model, commit=True, tap_layers=drafter.tap_layers)
+    rows = Observed(tokens, block.positions, valid, hidden, taps, state.decode.hidden, model.block_table)
+    return state.replace(
+        decode=decode.after_chunk(state.decode, model, hidden, valid),
+        history=_write(state.history, block.positions, tokens, valid),
+        drafter=drafter.observe(params, cfg, rows, state.drafter),
+    )
+
+
+def emit(params: Params, state: SpeculativeState, top: int) -> tuple[SpeculativeState, StepOutput]:
+    """Samples the first token of every active sequence, as `decode.emit`."""
+    decoded, output = decode.emit(params, state.decode, top)
+    decoded = decoded.replace(active=decoded.active & (decoded.generated < state.limit))
+    history = _write(state.history, decoded.model.lengths[:, None], output.tokens, state.decode.active[:, None])
+    return state.replace(decode=decoded, history=history), output.replace(long=state.block.long)
+
+
+def decode_step(
+    params: Params,
+    cfg: ModelConfig,
+    drafter: Drafter,
+    spec: SpecConfig,
+    state: SpeculativeState,
+    *,
+    verify_tokens: int,
+    top: int,
+) -> tuple[SpeculativeState, StepOutput]:
+    """One step with blocks of `verify_tokens + 1` rows; one program for each such length.
+
+    Args:
+      verify_tokens: at most `spec.verify_tokens`; drafts beyond it are left out.
+      top: how many of the likeliest tokens to report.
+    """
+    return _step(params, cfg, drafter, spec, state, verify_tokens, top, forced=None)
+
+
+def forced_step(
+    params: Params,
+    cfg: ModelConfig,
+    drafter: Drafter,
+    spec: SpecConfig,
+    state: SpeculativeState,
+    text: Array,
+    *,
+    verify_tokens: int,
+) -> tuple[SpeculativeState, StepOutput]:
+    """A step that accepts what agrees with `text [B, capacity]`, by position, whatever the model would say."""
+    return _step(params, cfg, drafter, spec, state, verify_tokens, 0, forced=text)
+
+
+def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
+    proposal, has_tail, drafter_state = _propose(params, cfg, drafter, spec, state, verify_tokens)
+    old = state.decode
+    tokens = jnp.concatenate([old.token[:, None], proposal.tokens], axis=1)
+    valid = jnp.concatenate([old.active[:, None], proposal.valid], axis=1)
+    block = chain_block(jnp.where(valid, tokens, 0), old.model.lengths, valid)
+    hidden, taps, model = forward(params, cfg, block, old.model, commit=False, tap_layers=drafter.tap_layers)
+    scores = logits(params, hidden)
+    verdict = _judge(scores, proposal, old, forced)
+
+    emitted, stopped = _cut(verdict, old)
+    is_emitted = jnp.arange(verify_tokens + 1) < emitted[:, None]
+    model = accept(model, emitted)
+    # The rows that were read and stay: the anchor and the drafts emitted before the last token.
+    rows = Observed(block.tokens, block.positions, is_emitted, hidden, taps, old.hidden, model.block_table)
+    last = jnp.maximum(emitted - 1, 0)[:, None]
+    generated = old.generated + emitted
+    decoded = old.replace(
+        model=model,
+        sampler=update_counts(old.sampler, verdict.tokens, is_emitted),
+        hidden=jnp.where(old.active[:, None], jnp.take_along_axis(hidden, last[..., None], axis=1)[:, 0], old.hidden),
+        token=jnp.where(old.active, jnp.take_along_axis(verdict.tokens, last, axis=1)[:, 0], old.token),
+        generated=generated,
+        active=old.active & ~stopped & (generated < state.limit),
+    )
+    reason = step_reason(has_tail, emitted, state.block.long, spec, drafter.draft_tokens)
+    positions = old.model.lengths[:, None] + 1 + jnp.arange(verify_tokens + 1)
+    state = state.replace(
+        decode=decoded,
+        history=_write(state.history, positions, verdict.tokens, is_emitted),
+        drafter=drafter.observe(params, cfg, rows, drafter_state),
+        block=next_block(state.block, reason, model.lengths, spec, drafter.draft_tokens),
+        counts=_count(state, proposal, emitted),
+    )
+    reported = token_logprobs(scores, verdict.tokens, top, real_vocab_size=old.sampler.real_vocab_size)
+    return state, StepOutput(verdict.tokens, emitted, *reported, long=state.block.long)
+
+
+def _propose(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, Any]:
+    """`verify_tokens` drafts; whether a lookup reaches behind the drafter's own; the drafter's state."""
+    old = state.decode
+    position = old.model.lengths
+    context = DraftContext(
+        anchor=old.token,
+        position=position,
+        hidden=old.hidden,
+        history=state.history,
+        active=old.active,
+        sampler=old.sampler,
+        block_table=old.model.block_table,
+    )
+    with jax.named_scope("draft"):
+        proposal, drafter_state = drafter.propose(params, cfg, context, state.drafter)
+        has_tail = jnp.zeros_like(old.active)
+        if spec.lookup:
+            sizes = {"nmin": spec.nmin, "nmax": spec.nmax, "search": spec.search}
+            match = suffix_match(state.history, position, spec.verify_tokens, **sizes)
+            proposal, has_tail = fuse(proposal, match, spec)
+    proposal = resize(proposal, verify_tokens)
+    index = jnp.arange(verify_tokens)
+    room = jnp.where(state.block.long, spec.verify_tokens, drafter.draft_tokens)
+    # The last token that may be emitted needs no draft: it comes out of the row before it.
+    room = jnp.where(old.active, jnp.minimum(room, state.limit - old.generated - 1), 0)
+    valid = jnp.cumprod(proposal.valid & (index < room[:, None]), axis=1).astype(bool)
+    return proposal.replace(valid=valid), has_tail, drafter_state
+
+
+def _judge(scores: Array, proposal: Proposal, old: DecodeState, forced: Array | None) -> Verdict:
+    first = old.model.lengths + 1
+    rows = jnp.arange(scores.shape[1])
+    if forced is not None:
+        at = jnp.minimum(first[:, None] + rows, forced.shape[1] - 1)
+        tokens = jnp.take_along_axis(forced, at, axis=1)
+        stays = proposal.valid & (proposal.tokens == tokens[:, :-1])
+        return Verdict(tokens, jnp.sum(jnp.cumprod(stays, axis=1), axis=1, dtype=jnp.int32))
+    # Row l follows the drafts before it; the id V is dropped.
+    follows = rows[:, None] > rows[:-1]
+    drafted = jnp.where(follows & proposal.valid[:, None, :], proposal.tokens[:, None, :], scores.shape[-1])
+    log_p = process_logits(scores, old.sampler, old.generated[:, None] + rows, drafted)
+    return verify(log_p, proposal, old.sampler, first)
+
+
+def _cut(verdict: Verdict, old: DecodeState) -> tuple[Array, Array]:
+    """How many tokens are emitted, `[B]`: up to a stop id, which is the last; and whether there was one."""
+    tokens = verdict.tokens
+    is_stop = jnp.any(tokens[..., None] == old.sampler.stop_ids[:, None, :], axis=-1)
+    is_stop &= jnp.arange(tokens.shape[1]) <= verdict.accepted[:, None]
+    stopped = jnp.any(is_stop, axis=1)
+    emitted = jnp.where(stopped, jnp.argmax(is_stop, axis=1), verdict.accepted) + 1
+    return jnp.where(old.active, emitted, 0).astype(jnp.int32), stopped & old.active
+
+
+def _count(state: SpeculativeState, proposal: Proposal, emitted: Array) -> Counts:
+    counts, active = state.counts, state.decode.active
+    of_source = proposal.source[:, None, :] == jnp.arange(len(SOURCES))[:, None]
+    index = jnp.arange(proposal.tokens.shape[1])
+    drafted = of_source & proposal.valid[:, None, :]
+    # The last token emitted counts as the model's own, even where it is a draft, a stop id: 1 + accepted each step.
+    accepted = drafted & (index < emitted[:, None, None] - 1)
+    width = proposal.tokens.shape[1]
+    return counts.replace(
+        steps=counts.steps + active,
+        long_steps=counts.long_steps + (active & state.block.long),
+        drafted=counts.drafted.at[..., :width].add(drafted),
+        accepted=counts.accepted.at[..., :width].add(accepted),
+    )
+
+
+def _write(history: Array, positions: Array, tokens: Array, valid: Array) -> Array:
+    """`history [B, N]` with the valid `tokens [B, L]` at their `positions [B, L]`."""
+    at = jnp.where(valid, positions, history.shape[1])
+    return history.at[jnp.arange(len(history))[:, None], at].set(tokens, mode="drop")

@@ -1,0 +1,53 @@
+"""Names of modes: defaults, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from qwen38_jax.drafters.modes import make_drafter
+from tests.models import small_params
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "drafts", "verified"),
+    [
+        ("mtp", {}, 4, 4),
+        ("mtp", {"draft_tokens": 7, "verify_tokens": 7}, 7, 7),
+        ("lookup", {}, 0, 15),
+        ("lookup", {"verify_tokens": 3}, 0, 3),
+        ("mtp+lookup", {}, 4, 15),
+        ("mtp+lookup", {"draft_tokens": 3, "verify_tokens": 3}, 3, 3),
+    ],
+)
+def test_sizes(mode, options, drafts, verified):
+    drafter, spec = make_drafter(mode, small_params(), **options)
+    assert (drafter.draft_tokens, spec.verify_tokens, spec.lookup) == (drafts, verified, "lookup" in mode)
+
+
+def test_none_is_nothing():
+    assert make_drafter("none", small_params()) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        ("eagle", {}, "must be one of none, mtp"),
+        ("dflash2+lookup", {}, "cannot be run yet"),
+        ("none", {"verify_tokens": 3}, "choose a mode"),
+        ("lookup", {"draft_tokens": 3}, "takes verify_tokens"),
+        ("lookup", {"verify_tokens": 0}, "at least 1"),
+        ("lookup", {"verify_tokens": 32}, "at most 31"),
+        ("mtp", {"draft_tokens": 0}, "at least 1"),
+        ("mtp", {"verify_tokens": 5}, "more than the 4"),
+        ("mtp+lookup", {"verify_tokens": 3}, "at least 4"),
+    ],
+)
+def test_what_cannot_be_done_is_named(mode, options, words):
+    with pytest.raises(ValueError, match=words):
+        make_drafter(mode, small_params(), **options)
+
+
+def test_a_checkpoint_without_the_head():
+    headless = dataclasses.replace(small_params(), mtp=None)
+    with pytest.raises(ValueError, match="has none"):
+        make_drafter("mtp", headless)
