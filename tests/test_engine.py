@@ -9,6 +9,7 @@ import pytest
 from qwen38_jax.engine import Engine, NotEnoughMemory, Request, plan
 from qwen38_jax.engine import engine as engine_module
 from qwen38_jax.engine import memory as engine_memory
+from qwen38_jax.engine import programs as programs_module
 from qwen38_jax.engine.stream import Stream
 from qwen38_jax.model import logits
 from qwen38_jax.params import init_params
@@ -175,7 +176,7 @@ def test_half_precision_state_changes_little(engine):
 
 def test_shortage_of_memory_is_found_before_allocation(engine, monkeypatch):
     monkeypatch.setattr(engine_memory, "available_bytes", lambda: 100_000)
-    monkeypatch.setattr(engine_module, "_lower", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(programs_module, "_compile", lambda *args: pytest.fail("compiled"))
     with pytest.raises(NotEnoughMemory, match="a batch of 1 x 512 tokens needs .* leaves .* What fits"):
         ask(engine, [5, 9, 200])
     with pytest.raises(NotEnoughMemory, match="a score of 3 tokens needs"):
@@ -212,7 +213,7 @@ def test_tokenizer_of_another_model_is_refused(engine):
 
 def test_programs_are_compiled_once(engine, monkeypatch):
     ask(engine, [5, 9, 200])
-    monkeypatch.setattr(engine_module, "_lower", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(programs_module, "_compile", lambda *args: pytest.fail("compiled again"))
     ask(engine, [7, 7], seed=5, max_new_tokens=20)
 
 
@@ -220,7 +221,7 @@ def test_steps_give_their_buffers_away(engine):
     """The state's memory becomes the result's."""
     ask(engine, [5, 9, 200])
     for programs in engine._programs.values():
-        for program in (programs.step, programs.emit, *programs.prefill.values()):
+        for program in programs.all:
             analysis = program.memory_analysis()
             assert analysis.alias_size_in_bytes > 0.9 * analysis.output_size_in_bytes
 

@@ -53,7 +53,7 @@ def test_state_after_some_of_the_drafts_equals_that_of_single_tokens(accepted):
     _, whole = greedy()
     _, state = run(script(whole, wrong=() if accepted == DRAFTS else (accepted,)), steps=1)
     _, single = plain(small_params(), SMALL, PROMPTS, accepted + 2)
-    assert_same_state(flush(state.decode.model), single.model, atol=1e-5)
+    assert_same_state(flush(state.decode.model), single.model, atol=1e-4)
     np.testing.assert_allclose(state.decode.hidden, single.hidden, atol=1e-4)
     assert_same_mtp_cache(state, [w[: len(p) + accepted + 1] for w, p in zip(whole, PROMPTS, strict=True)])
 
@@ -66,7 +66,7 @@ def assert_same_mtp_cache(state, texts):
         pages = np.asarray(state.decode.model.block_table)[row]
         for got, want in zip(jax.tree.leaves(state.drafter), jax.tree.leaves(read.drafter), strict=True):
             got, want = (np.asarray(t)[0, pages].reshape(CAPACITY, -1)[: len(text) - 1] for t in (got, want))
-            np.testing.assert_allclose(got, want, atol=1e-5)
+            np.testing.assert_allclose(got, want, atol=3e-4)  # rounding reaches 5e-5; a wrong row is off by 0.1
 
 
 def test_always_wrong_for_200_steps():
