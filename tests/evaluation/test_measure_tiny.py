@@ -11,6 +11,8 @@ from qwen38_jax.training.corpus import load_corpus
 from scripts.make_card import CardError, make_card
 from scripts.measure_tiny import TRAINING_RUN, Subject, main, measure, weights_hash
 
+pytestmark = pytest.mark.slow
+
 FEW = Trials(
     reproduce_2k=0,
     reproduce_6k=0,
