@@ -102,11 +102,13 @@ class Config:
 def choose(form: Format, shape: tuple[int, int, int], activation_bits: int, device: Device) -> Config:
     """As many programs as the registers of all processors hold: 168 of them a thread for up to 16 rows, 255 above.
 
-    To load activations early takes registers too: with more rows than that, or with 8 bits, a few would spill.
+    To load activations early takes registers too: with more rows than that, or with 8 bits, a few would spill. So they
+    would for up to 16 rows of 8 bits by bytes of weights in programs of four warps: the assembler aims at 128 of them.
     """
     m, _, k = shape
-    warps = next(w for w in (4, 2, 1) if k // form.columns % w == 0)
     few = m <= 2 * TOKENS
+    most = 2 if few and activation_bits == 8 and form.int8_factor == 1 else 4  # int8 by int8
+    warps = next(w for w in (most, 2, 1) if k // form.columns % w == 0)
     return Config(
         warps=warps,
         programs=(12 if few else 8) * device.cores // warps,
