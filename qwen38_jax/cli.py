@@ -79,6 +79,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-thinking", action="store_true", help="chat without a think block")
     parser.add_argument("--state-dtype", choices=("float32", "float16"), default="float32", help="recurrent state")
     parser.add_argument("--max-batch", type=int, default=8, metavar="N", help="prompts decoded together")
+    _add_speculation(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, on a line of its own")
+    parser.set_defaults(run=_generate)
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
     drafts = parser.add_argument_group("speculation")
     drafts.add_argument("--speculate", choices=MODES, default="none", metavar="MODE", help=f"one of {', '.join(MODES)}")
     drafts.add_argument("--draft-tokens", type=int, metavar="K", help="that the drafter proposes in a step")
@@ -86,8 +92,6 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     drafts.add_argument(
         "--draft-vocab", type=Path, metavar="FILE", help="ids that MTP may draft, an int64 vector as torch.save writes"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt, on a line of its own")
-    parser.set_defaults(run=_generate)
 
 
 def _add_score(parser: argparse.ArgumentParser) -> None:
@@ -113,8 +117,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gib", type=float, metavar="G", help="of a GPU (default: what this device has free)")
     parser.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at a time (%(default)s)")
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of each (%(default)s)")
-    parser.add_argument("--speculate", default="none", metavar="MODE", help="none, or some of mtp,dflash2,lookup")
-    parser.add_argument("--verify-tokens", type=int, metavar="K", help="drafts of a verify block, which has K + 1 rows")
+    _add_speculation(parser)
     parser.add_argument("--state-dtype", choices=("float32", "float16"), default="float32", help="recurrent state")
     parser.add_argument("--kv-dtype", metavar="DTYPE", help="keys and values; in this version always the model's")
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
@@ -291,16 +294,15 @@ def _read_text(path: Path) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from qwen38_jax.checkpoint.draft_ids import read_draft_ids
     from qwen38_jax.engine.memory import card_budget, device_budget
     from qwen38_jax.engine.plan import Settings, Weights
     from qwen38_jax.engine.plan_report import make_report, to_json, to_text
 
-    drafters = () if args.speculate == "none" else tuple(args.speculate.split(","))
-    if args.verify_tokens is not None and not drafters:
-        raise ValueError("--verify-tokens is for drafts: add --speculate")
-    if ("dflash2" in drafters) != (args.drafter is not None or args.drafter_like is not None):
+    if ("dflash2" in args.speculate) != (args.drafter is not None or args.drafter_like is not None):
         raise ValueError("--speculate dflash2 and --drafter (or --drafter-like) go together")
-    weights = Weights.of_accounts(*_accounts(args))
+    draft_vocab = None if args.draft_vocab is None else len(read_draft_ids(args.draft_vocab))
+    weights = Weights.of_accounts(*_accounts(args), draft_vocab)
     cfg = weights.cfg
     if args.context > cfg.max_position_embeddings:
         raise ValueError(f"--context {args.context}: the model's context is {cfg.max_position_embeddings}")
@@ -310,14 +312,25 @@ def _plan(args: argparse.Namespace) -> int:
         slots=args.slots,
         context=args.context,
         state_dtype=args.state_dtype,
-        drafters=drafters,
-        verify_rows=_verify_rows(args.verify_tokens, drafters),
+        drafters=() if args.speculate == "none" else tuple(args.speculate.split("+")),
+        verify_rows=_verify_rows(args, weights.drafter),
     )
     budget = device_budget() if args.memory_gib is None else card_budget(args.memory_gib)
-    not_runnable = ["generate makes no drafts in this version (--speculate none)"] if drafters else []
+    not_runnable = ["the DFlash2 drafter"] if weights.drafter else []
     report = make_report(weights, settings, budget, not_runnable)
     print(json.dumps(to_json(report), indent=2) if args.json else to_text(report))
     return 0 if report.fits else 1
+
+
+def _verify_rows(args: argparse.Namespace, drafter) -> int:
+    """Rows of a verify block: the anchor and the drafts, as many as generate verifies; 0 without drafts."""
+    from qwen38_jax.drafters.modes import plan
+
+    mode, drafts = args.speculate, args.draft_tokens
+    if drafter is not None:  # as MTP's, but that a block is drafted whole
+        mode, drafts = mode.replace("dflash2", "mtp"), drafter.block_size - 1 if drafts is None else drafts
+    planned = plan(mode, drafts, args.verify_tokens)
+    return 0 if planned is None else planned[1].verify_tokens + 1
 
 
 def _accounts(args: argparse.Namespace):
@@ -354,16 +367,6 @@ def _accounts(args: argparse.Namespace):
     if args.drafter_like is not None:
         return account, published(args.drafter_like, synthetic.DRAFTERS, account.cfg.dtype)
     return account, None
-
-
-_VERIFY_TOKENS = {"mtp": 4, "dflash2": 7, "lookup": 15}
-
-
-def _verify_rows(tokens: int | None, drafters: Sequence[str]) -> int:
-    """Rows of a verify block: the anchor and the drafts, by default as many as the drafters make."""
-    if not drafters:
-        return 0
-    return 1 + (max(_VERIFY_TOKENS.get(name, 0) for name in drafters) if tokens is None else tokens)
 
 
 def _inspect(args: argparse.Namespace) -> int:

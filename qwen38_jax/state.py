@@ -137,12 +137,6 @@ def capacity_for(tokens: int) -> int:
     return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
 
 
-def abstract_mtp_cache(cfg: ModelConfig, sizes: StateConfig) -> KvCache:
-    """The MTP head's cache as shapes: one more attention layer under the same block table."""
-    kv = abstract_state(cfg, sizes).kv
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct((1, *s.shape[1:]), s.dtype), kv)
-
-
 def abstract_context_cache(cfg: DFlash2Config, batch: int) -> KvCache:
     """A DFlash2 drafter's cache of context features as shapes: `[layers, batch, window, kv_heads, head_dim]`."""
     shape = (cfg.num_hidden_layers, batch, cfg.sliding_window, cfg.num_key_value_heads, cfg.head_dim)

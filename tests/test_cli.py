@@ -101,15 +101,15 @@ def test_plan(capsys):
     fast = ("plan", "--like", "qwen3.8-27b-fast", "--memory-gib", "24", "--slots", "4")
     code, out, _ = cli(capsys, *fast)
     assert code == 0 and "fits, " in out and "a memory of 24 GiB" in out and "2,147,483,648" in out
-    drafter = ("--speculate", "mtp,dflash2", "--drafter-like", "qwen3.8-27b-dflash2-w4a16", "--json")
+    drafter = ("--speculate", "dflash2+lookup", "--drafter-like", "qwen3.8-27b-dflash2-w4a16", "--json")
     code, out, _ = cli(capsys, *fast, "--context", "65536", *drafter)
     record = json.loads(out)
     assert code == 1 and not record["fits"] and record["total"] > record["budget"]["nbytes"]
     assert record["total"] == sum(item["nbytes"] for item in record["items"])
     assert all(change["total"] <= record["budget"]["nbytes"] for change in record["fitting"]) and record["fitting"]
-    assert record["settings"]["verify_rows"] == 8 and record["dtype"] == "bfloat16"
-    assert "--speculate none" in record["not_runnable"][0]
-    code, out, _ = cli(capsys, *fast, "--context", "65536", *drafter[:-1], "--verify-tokens", "3")
+    assert record["settings"]["verify_rows"] == 16 and record["dtype"] == "bfloat16"
+    assert record["not_runnable"] == ["the DFlash2 drafter"]
+    code, out, _ = cli(capsys, *fast, "--context", "65536", *drafter[:-1], "--verify-tokens", "7")
     assert code == 1 and "too much" in out and "would fit: 16,384 tokens" in out and "not runnable yet: " in out
 
 
@@ -143,9 +143,10 @@ def test_memory_gib(capsys):
         (("plan", "--drafter", "/nonexistent", "--speculate", "dflash2"), "/nonexistent"),
         (("plan", "--drafter-like", "tiny", "--speculate", "dflash2"), "qwen3.8-27b-dflash2"),
         (("plan", "--drafter-like", "qwen3.8-27b-dflash2", "--speculate", "dflash2"), "another model"),
-        (("plan", "--speculate", "eagle"), "eagle"),
-        (("plan", "--verify-tokens", "4"), "--speculate"),
-        (("plan", "--speculate", "mtp", "--verify-tokens", "0"), "verify_rows"),
+        (("plan", "--speculate", "mtp", "--verify-tokens", "9"), "more than the 4"),
+        (("plan", "--verify-tokens", "4"), "choose a mode"),
+        (("plan", "--speculate", "lookup", "--verify-tokens", "0"), "verify_tokens"),
+        (("plan", "--speculate", "mtp", "--draft-vocab", "/nonexistent.pt"), "/nonexistent.pt"),
         (("plan", "--config", "/nonexistent.json"), "/nonexistent.json"),
         (("plan", "--context", "9999999"), "context is"),
         (("plan", "--slots", "0"), "slots"),

@@ -121,14 +121,14 @@ def _begin_safetensors(path: Path, tensors: Sequence[NewTensor]) -> list[tuple[N
     # Wide types first: every tensor is then aligned to its item size, which some readers need.
     tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins = list(itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0))
-    for tensor, begin in zip(tensors, begins, strict=False):
+    begins = list(itertools.accumulate((tensor.nbytes for tensor in tensors), initial=0))[:-1]
+    for tensor, begin in zip(tensors, begins, strict=True):
         span = [begin, begin + tensor.nbytes]
         header[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    return [(tensor, 8 + len(text) + begin) for tensor, begin in zip(tensors, begins, strict=False)]
+    return [(tensor, 8 + len(text) + begin) for tensor, begin in zip(tensors, begins, strict=True)]
 
 
 def _write_tensor(tensor: NewTensor, path: Path, offset: int) -> None:

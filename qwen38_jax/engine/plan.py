@@ -11,18 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qwen38_jax import decode, speculative
 from qwen38_jax.checkpoint import names, synthetic
 from qwen38_jax.checkpoint.accounting import Account, Assignment, weight_bytes
 from qwen38_jax.checkpoint.drafter import DrafterAccount
 from qwen38_jax.config import DFlash2Config, ModelConfig
-from qwen38_jax.decode import start
+from qwen38_jax.drafters.lookup import NoDrafter
+from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
 from qwen38_jax.layers.gated_delta_net import CHUNK
 from qwen38_jax.params import Params, shapes, tree_bytes
 from qwen38_jax.quantization import is_quantised
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
-from qwen38_jax.state import StateConfig, abstract_context_cache, abstract_mtp_cache, abstract_state, capacity_for
+from qwen38_jax.spec_config import SpecConfig
+from qwen38_jax.state import StateConfig, abstract_context_cache, abstract_state, capacity_for
 
 DRAFTERS = ("mtp", "dflash2", "lookup")
 
@@ -80,8 +83,13 @@ class Weights:
         return cls(cfg, tuple(items), is_quantised(head))
 
     @classmethod
-    def of_accounts(cls, account: Account, drafter: DrafterAccount | None = None) -> "Weights":
+    def of_accounts(
+        cls, account: Account, drafter: DrafterAccount | None = None, draft_vocab: int | None = None
+    ) -> "Weights":
         """Of what a checkpoint's headers (and those of a DFlash2 drafter) say.
+
+        Args:
+          draft_vocab: rows of the output head that are copied for the MTP head to draft from; None copies none.
 
         Raises:
           ValueError: the drafter was made for another model.
@@ -93,8 +101,11 @@ class Weights:
             items.append(Item("weights", "draft head", "int32 ids", 4 * account.draft_place.shape[0]))
         if drafter is not None:
             items += _weight_items(drafter, lambda name: "DFlash2 drafter")
-        head = names.EMBED if account.cfg.tie_word_embeddings else names.HEAD
-        return cls(account.cfg, tuple(items), bool(account.stored[head].bits), drafter.cfg if drafter else None)
+        head = account.stored[names.EMBED if account.cfg.tie_word_embeddings else names.HEAD]
+        if draft_vocab is not None:
+            row = weight_bytes(head, account.cfg.dtype) // account.cfg.vocab_size
+            items.append(Item("weights", "draft vocabulary", "rows of the head, ids", draft_vocab * (row + 4)))
+        return cls(account.cfg, tuple(items), bool(head.bits), drafter.cfg if drafter else None)
 
 
 def _weight_items(account: Assignment, part_of: Callable[[str], str]) -> list[Item]:
@@ -212,42 +223,47 @@ def _state_items(weights: Weights, settings: Settings) -> Iterator[Item]:
         raise ValueError("the checkpoint has no MTP head to draft with")
     if "dflash2" in settings.drafters and weights.drafter is None:
         raise ValueError("drafting with DFlash2 needs a drafter: name its directory")
-    state = _abstract_decode_state(cfg, sizes)
-    model = state.model
+    state = _abstract_run_state(cfg, sizes, settings.drafters)
+    plain = state.decode if settings.drafters else state
+    model = plain.model
     tokens = f"{sizes.batch} x {sizes.capacity:,} tokens"
-    rows = f"{sizes.batch} x {sizes.rows} rows"
     slots = f"{sizes.batch} slot{'s' if sizes.batch > 1 else ''}"
     parts = [
         ("KV pages", f"{tokens}, {model.kv.k.dtype}", model.kv),
         ("recurrent state", f"{slots}, {sizes.recurrent_dtype}", model.recurrent),
         ("convolution windows", f"{slots}, {model.conv.dtype}", model.conv),
-        ("pending rows", rows, model.pending),
-        ("tables, counts, sampling", slots, (model.block_table, model.lengths, state.replace(model=None))),
+        ("pending rows", f"{sizes.batch} x {sizes.rows} rows", model.pending),
+        ("tables, counts, sampling", slots, (model.block_table, model.lengths, plain.replace(model=None))),
     ]
-    if "mtp" in settings.drafters:
-        parts.append(("MTP cache", tokens, abstract_mtp_cache(cfg, sizes)))
+    if settings.drafters:
+        parts.append(("MTP cache", tokens, state.drafter))
+        parts.append(("tokens and counts of drafts", tokens, state.replace(decode=None, drafter=None)))
     if "dflash2" in settings.drafters:
         window = f"{sizes.batch} x {weights.drafter.sliding_window:,} tokens"
         parts.append(("DFlash2 cache", window, abstract_context_cache(weights.drafter, sizes.batch)))
-    if "lookup" in settings.drafters:
-        history = jax.ShapeDtypeStruct((sizes.batch, sizes.capacity), jnp.int32)
-        parts.append(("token history", tokens, history))
     for name, detail, tree in parts:
         if nbytes := tree_bytes(tree):
             yield Item("state", name, detail, nbytes)
 
 
 @functools.lru_cache(64)
-def _abstract_decode_state(cfg: ModelConfig, sizes: StateConfig):
-    """The state of a batch as shapes."""
+def _abstract_run_state(cfg: ModelConfig, sizes: StateConfig, drafters: tuple[str, ...]):
+    """The `DecodeState` of a batch as shapes, or with drafters its `SpeculativeState`."""
     idle = [SamplingParams(temperature=0.0, seed=0)] * sizes.batch
     vocab = cfg.vocab_size
 
     def begin(model):
+        active = jnp.ones(sizes.batch, bool)
         sampler = sampler_state(
             idle, [()] * sizes.batch, vocab_size=vocab, real_vocab_size=vocab, eos_ids=cfg.eos_token_ids
         )
-        return start(cfg, model, sampler, jnp.ones(sizes.batch, bool))
+        if not drafters:
+            return decode.start(cfg, model, sampler, active)
+        # How many drafts are whose changes no shape; DFlash2's own cache is no part of it yet.
+        drafter = Mtp(None, draft_tokens=1) if "mtp" in drafters else NoDrafter()
+        spec = SpecConfig(verify_tokens=sizes.rows - 1, lookup="lookup" in drafters)
+        limit = jnp.zeros(sizes.batch, jnp.int32)
+        return speculative.start(cfg, drafter, spec, sizes, model, sampler, active, limit)
 
     return jax.eval_shape(begin, abstract_state(cfg, sizes))
 

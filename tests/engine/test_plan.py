@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from qwen38_jax import decode, speculative
 from qwen38_jax.checkpoint import load_checkpoint, load_drafter, synthetic
 from qwen38_jax.checkpoint.drafter import drafter_account
 from qwen38_jax.checkpoint.load import sound_account
 from qwen38_jax.checkpoint.synthetic import account, recipe, stored_as, write
-from qwen38_jax.decode import start
+from qwen38_jax.drafters.lookup import NoDrafter
+from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
 from qwen38_jax.engine.plan import Settings, Weights, alternatives, chunk_lengths, make_plan, require_fit
 from qwen38_jax.params import tree_bytes
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
+from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import init_state
 
 GIB = 2**30
@@ -47,21 +50,31 @@ def test_weights_are_the_bytes_that_loading_allocates(tmp_path, like):
     assert Weights.of_params(checkpoint.params, checkpoint.cfg).head_quantised == weights.head_quantised
 
 
-@pytest.mark.parametrize("settings", [Settings(3, 700), Settings(1, 40, None, "float16", ("mtp", "lookup"), 5)])
-def test_state_is_the_bytes_that_a_run_allocates(settings):
+@pytest.mark.parametrize(
+    "settings, drafter",
+    [
+        (Settings(3, 700), None),
+        (Settings(1, 40, None, "float16", ("mtp", "lookup"), 16), Mtp(None, 4)),
+        (Settings(2, 40, None, "float32", ("mtp",), 5), Mtp(None, 4)),
+        (Settings(1, 40, None, "float32", ("lookup",), 16), NoDrafter()),
+    ],
+)
+def test_state_is_the_bytes_that_a_run_allocates(settings, drafter):
     cfg = dataclasses.replace(synthetic.SMALL, num_hidden_layers=4)
     weights = Weights.of_accounts(account(stored_as("w4a16", cfg)))
     plan, set_up = make_plan(weights, settings, workspace=7), settings.sizes(cfg)
-    sampler = sampler_state(
-        [SamplingParams(seed=0)] * set_up.batch, [()] * set_up.batch, vocab_size=512, real_vocab_size=500, eos_ids=(0,)
-    )
-    state = start(cfg, init_state(cfg, set_up), sampler, jnp.ones(set_up.batch, bool))
-    parts = sizes(plan, "state")
-    extra = parts.pop("MTP cache", 0) + parts.pop("token history", 0)
-    assert sum(parts.values()) == tree_bytes(state)
-    assert extra == (tree_bytes(state.model.kv) + 4 * 512 if settings.drafters else 0)  # one attention layer in four
-    assert plan.nbytes == weights.nbytes + tree_bytes(state) + extra + 7
-    assert (set_up.batch, set_up.capacity) == ((4, 1024) if settings.slots == 3 else (1, 512))
+    n = set_up.batch
+    sampler = sampler_state([SamplingParams(seed=0)] * n, [()] * n, vocab_size=512, real_vocab_size=500, eos_ids=(0,))
+    model, active = init_state(cfg, set_up), jnp.ones(n, bool)
+    if drafter is None:
+        state = decode.start(cfg, model, sampler, active)
+    else:
+        spec = SpecConfig(settings.verify_rows - 1, lookup="lookup" in settings.drafters)
+        state = speculative.start(cfg, drafter, spec, set_up, model, sampler, active, jnp.ones(n, jnp.int32))
+    assert sum(sizes(plan, "state").values()) == tree_bytes(state)
+    assert plan.nbytes == weights.nbytes + tree_bytes(state) + 7
+    assert ("MTP cache" in sizes(plan)) == ("mtp" in settings.drafters)
+    assert (set_up.batch, set_up.capacity) == ((4, 1024) if settings.slots == 3 else (settings.slots, 512))
 
 
 # Gigabytes of the published sizes, by format and part: bf16, int8 and int4 in groups of 128.
@@ -197,6 +210,12 @@ def test_pieces_of_a_prompt():
 def test_settings_that_make_no_run(fields, words):
     with pytest.raises(ValueError, match=words):
         Settings(**fields)
+
+
+def test_a_draft_vocabulary_costs_its_rows_of_the_head():
+    found = account(recipe("qwen3.8-27b"))
+    cut = Weights.of_accounts(found, draft_vocab=40960)
+    assert cut.nbytes - full("qwen3.8-27b").nbytes == 40960 * (2 * 5120 + 4)
 
 
 def test_what_these_weights_have_not_is_an_error():
