@@ -11,13 +11,13 @@ import pytest
 from qwen38_jax import decode, speculative
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.spec_config import SpecConfig
-from qwen38_jax.state import StateConfig, flush, init_state
+from qwen38_jax.state import StateConfig, abstract_state, flush, init_state
 from tests.models import SMALL, assert_same_state, prompt, small_params
 from tests.speculation import CAPACITY, DRAFTS, GREEDY, begin, generate, plain, sampler_of, script, step
 
 PROMPTS = [np.asarray(prompt(n, seed=n))[0].tolist() for n in (5, 21)]
 SPEC = SpecConfig(verify_tokens=DRAFTS)
-NEW = 60
+NEW = 33
 
 
 def request(**fields):
@@ -27,7 +27,7 @@ def request(**fields):
 @functools.cache
 def greedy():
     """What plain decoding says after PROMPTS, and the whole texts."""
-    texts, _ = plain(small_params(), SMALL, PROMPTS, 230)
+    texts, _ = plain(small_params(), SMALL, PROMPTS, 204)
     return texts, [p + t for p, t in zip(PROMPTS, texts, strict=True)]
 
 
@@ -38,13 +38,15 @@ def run(drafter, requests=None, prompts=PROMPTS, **options):
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 15, 31])
 def test_any_number_of_drafts_right_and_wrong(k):
     texts, whole = greedy()
-    for wrong in ((), (0,), (k // 2,), (k - 1,), tuple(range(k))):
+    for wrong in ((), *(((i,) for i in range(3)) if k == 3 else ((k // 2,),))):
         got, state = run(script(whole, k, wrong))
         assert got == [t[:NEW] for t in texts], wrong
         accepted = min(wrong, default=k)
         assert state.counts.steps.tolist() == [-(-(NEW - 1) // (accepted + 1))] * 2
         np.testing.assert_array_equal(state.counts.steps + state.counts.accepted.sum((1, 2)), NEW - 1)
-        np.testing.assert_array_equal(state.history[0, : len(whole[0])][: len(PROMPTS[0]) + NEW], whole[0][: 5 + NEW])
+        for row, ids in enumerate(whole):
+            n = len(PROMPTS[row]) + NEW
+            np.testing.assert_array_equal(state.history[row, :n], ids[:n])
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4, 15, 30, 31])
@@ -53,7 +55,7 @@ def test_state_after_some_of_the_drafts_equals_that_of_single_tokens(accepted):
     _, whole = greedy()
     _, state = run(script(whole, wrong=() if accepted == DRAFTS else (accepted,)), steps=1)
     _, single = plain(small_params(), SMALL, PROMPTS, accepted + 2)
-    assert_same_state(flush(state.decode.model), single.model, atol=1e-4)
+    assert_same_state(flush(state.decode.model), single.model)
     np.testing.assert_allclose(state.decode.hidden, single.hidden, atol=1e-4)
     assert_same_mtp_cache(state, [w[: len(p) + accepted + 1] for w, p in zip(whole, PROMPTS, strict=True)])
 
@@ -66,19 +68,12 @@ def assert_same_mtp_cache(state, texts):
         pages = np.asarray(state.decode.model.block_table)[row]
         for got, want in zip(jax.tree.leaves(state.drafter), jax.tree.leaves(read.drafter), strict=True):
             got, want = (np.asarray(t)[0, pages].reshape(CAPACITY, -1)[: len(text) - 1] for t in (got, want))
-            np.testing.assert_allclose(got, want, atol=3e-4)  # rounding reaches 5e-5; a wrong row is off by 0.1
-
-
-def test_always_wrong_for_200_steps():
-    texts, whole = greedy()
-    got, state = run(script(whole, 3, (0,)), [request(max_new_tokens=201)] * 2)
-    assert got == [t[:201] for t in texts]
-    assert state.counts.steps.tolist() == [200, 200] and not state.counts.accepted.any()
+            np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_stop_id_at_every_place_of_a_block():
     texts, whole = greedy()
-    for place in range(12):
+    for place in range(9):
         stop = texts[0][place]
         got, state = run(script(whole), [request(stop_token_ids=(stop,)), request()])
         assert got[0] == texts[0][: texts[0].index(stop) + 1]
@@ -99,7 +94,7 @@ def test_the_state_may_be_filled_to_the_last_token():
     texts, whole = greedy()
     got, _ = run(script(whole), [request(max_new_tokens=10_000)] * 2)
     assert [len(p) + len(t) for p, t in zip(PROMPTS, got, strict=True)] == [CAPACITY, CAPACITY]
-    assert [g[:230] for g in got] == [t[: len(g)] for t, g in zip(texts, got, strict=True)]
+    assert [g[:204] for g in got] == [t[: len(g)] for t, g in zip(texts, got, strict=True)]
 
 
 def test_penalties_see_the_drafted_prefix():
@@ -108,7 +103,7 @@ def test_penalties_see_the_drafted_prefix():
     assert texts != [t[:NEW] for t in greedy()[0]]
     whole = [p + t for p, t in zip(PROMPTS, texts, strict=True)]
     got, state = run(script(whole, 7), requests)
-    assert got == texts and state.counts.steps.tolist() == [8, 8]
+    assert got == texts and state.counts.steps.tolist() == [4, 4]
 
 
 def test_no_drafts_draw_what_plain_sampling_draws():
@@ -150,11 +145,11 @@ def test_plain_steps_and_other_blocks_may_follow_accepted_drafts():
     assert len(got[0]) > 15 and got == [t[: len(g)] for t, g in zip(texts, got, strict=True)]
 
 
-def test_200_steps_without_the_host_and_without_compiling():
+def test_200_wrong_blocks_without_the_host_and_without_compiling():
     texts, whole = greedy()
     params, drafter = jax.device_put(small_params()), script(whole, 3, (0,))
     state, output = begin(params, SMALL, drafter, SPEC, PROMPTS, [request(max_new_tokens=205)] * 2)
-    outputs = [output.tokens[:, 0]]
+    outputs = [output.tokens]
     state, output = step(params, SMALL, drafter, SPEC, state, verify_tokens=DRAFTS, top=0)
     compiled = step._cache_size()
     outputs.append(output.tokens)
@@ -163,8 +158,9 @@ def test_200_steps_without_the_host_and_without_compiling():
             state, output = step(params, SMALL, drafter, SPEC, state, verify_tokens=DRAFTS, top=0)
             outputs.append(output.tokens)
     assert step._cache_size() == compiled
-    assert [int(t[0, 0]) for t in outputs[1:]] == texts[0][1:202]
-    assert state.counts.steps.tolist() == [201, 201]
+    for row in range(2):
+        assert [int(t[row, 0]) for t in outputs[1:]] == texts[row][1:202]
+    assert state.counts.steps.tolist() == [201, 201] and not state.counts.accepted.any()
 
 
 @pytest.mark.parametrize("spec", [SpecConfig(verify_tokens=3), SpecConfig(verify_tokens=7, lookup=True, nmin=2)])
@@ -185,3 +181,22 @@ def test_a_state_with_too_few_rows_is_refused():
     arguments = (init_state(SMALL, sizes), sampler_of(SMALL, [GREEDY], [[]]), jnp.ones(1, bool), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match="blocks of 32 rows"):
         speculative.start(SMALL, Mtp(None, 1), SPEC, sizes, *arguments)
+
+
+def test_a_step_copies_no_cache():
+    """What a step needs beside its arguments grows with the history, which the lookup reads, not with the caches."""
+    spec = SpecConfig(verify_tokens=3, lookup=True)
+    compiled = jax.jit(
+        speculative.decode_step, static_argnames=("cfg", "spec", "verify_tokens", "top"), donate_argnames="state"
+    )
+    needed = []
+    for capacity in (512, 8192):
+        sizes = StateConfig(1, capacity, rows=4)
+        sampler = sampler_of(SMALL, [GREEDY], [[]])
+        start = functools.partial(speculative.start, SMALL, Mtp(None, 2), spec, sizes)
+        one = jnp.ones(1, jnp.int32)
+        state = jax.eval_shape(start, abstract_state(SMALL, sizes), sampler, one > 0, one)
+        program = compiled.lower(small_params(), SMALL, Mtp(None, 2), spec, state, verify_tokens=3, top=0).compile()
+        needed.append(program.memory_analysis().temp_size_in_bytes)
+    pool = (8192 - 512) * SMALL.num_key_value_heads * SMALL.head_dim * 4  # keys of one layer
+    assert needed[1] - needed[0] < pool, needed

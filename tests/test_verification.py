@@ -202,3 +202,30 @@ def test_greedy_and_sampled_requests_share_a_batch():
     )
     assert verdict.accepted[0] == 1 and verdict.accepted[2] == 0
     assert verdict.tokens[0].tolist() == best[0].tolist() and verdict.tokens[2, 0] == best[2, 0]
+
+
+@needs_golden
+def test_golden_greedy_loops():
+    """The recorded blocks of whole generations, judged one after the other, give the recorded anchors and text."""
+    golden = load_file(GOLDEN / "golden_e2e.safetensors")
+    sampler = sampler_state(
+        [SamplingParams(temperature=0, seed=0)], [[]], vocab_size=128, real_vocab_size=128, eos_ids=()
+    )
+    judge = jax.jit(verify)
+    for i in range(5):
+        text = golden[f"e2e/{i}/plain_greedy_ids"][0]
+        blocks = golden[f"e2e/{i}/blocks_anchor_plus_drafts"].astype(np.int32)
+        at = golden[f"e2e/{i}/prompt"].shape[-1]  # of the anchor
+        for block in blocks:
+            assert block[0] == text[at]
+            said = np.resize(np.append(text[at + 1 :], np.zeros(8, int)), 8)  # what the target says row by row
+            log_p = jnp.log(jax.nn.one_hot(said, 128))[None]
+            tokens = jnp.asarray(block[None, 1:])
+            sure = jnp.ones(tokens.shape, bool)
+            proposal = Proposal(tokens, tokens[..., None], jnp.zeros((1, 7, 1)), sure, tokens >= 0, tokens)
+            verdict = judge(log_p, proposal, sampler, jnp.array([at + 1]))
+            accepted = int(verdict.accepted[0])
+            n = min(accepted + 1, len(text) - 1 - at)  # the last block is cut
+            np.testing.assert_array_equal(verdict.tokens[0, :n], text[at + 1 : at + 1 + n])
+            at += n
+        assert at == len(text) - 1, "the blocks end where the text does"
