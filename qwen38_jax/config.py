@@ -292,7 +292,8 @@ class DFlash2Config:
     """Sizes and constants of a DFlash2 block drafter, which shares embedding and output head with its target.
 
     Field names follow the drafter's config.json and its `dflash_config`. What only sibling models set (an embedding
-    scale, an output multiplier, soft-capped logits, attention sinks) is refused.
+    scale, an output multiplier, soft-capped logits, attention sinks) is refused. Convolutions and selector, which the
+    first version, DFlash, did not have, can be left out one by one: `null` in `dflash_config`.
     """
 
     vocab_size: int
@@ -310,9 +311,9 @@ class DFlash2Config:
     target_layer_ids: tuple[int, ...]  # layers of the target whose output is read, 0 for the first
     block_size: int  # the anchor and the drafts behind it
     mask_token_id: int
-    conv_kernel_size: int
+    conv_kernel_size: int | None  # None: no convolutions
     conv_group_size: int
-    selector_rank: int
+    selector_rank: int | None  # None: no selector, a candidate's score is its logit
     selector_top_k: int
     initializer_range: float
     dtype: str
@@ -346,7 +347,8 @@ class DFlash2Config:
             initializer_range=_number(config.get("initializer_range", 0.02), "initializer_range"),
             dtype=str(_first(config, config, "dtype", "torch_dtype") or "bfloat16").removeprefix("torch."),
             **{name: _positive(config, name) for name in _DFLASH2_KEYS},
-            **{name: _positive(own, name) for name in _DFLASH2_OWN_KEYS},
+            **{name: _positive(own, name) for name in _DFLASH2_OWN_KEYS if not _left_out(own, name)},
+            **{name: None for name in _DFLASH2_PARTS if _left_out(own, name)},
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -387,6 +389,8 @@ _DFLASH2_KEYS = (
     "num_target_layers",
 )
 _DFLASH2_OWN_KEYS = ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# Keys whose `null` leaves a part out. One that is absent is an error: it may be another kind of drafter.
+_DFLASH2_PARTS = ("conv_kernel_size", "selector_rank")
 
 # key -> the value this port computes, and that an absent key stands for; at the top or in `dflash_config`.
 _DFLASH2_SUPPORTED = {
@@ -400,6 +404,10 @@ _DFLASH2_SUPPORTED = {
     "attention_sink_bias": False,
     "swa_window_size": None,
 }
+
+
+def _left_out(own: Mapping[str, Any], key: str) -> bool:
+    return key in _DFLASH2_PARTS and key in own and own[key] is None
 
 
 def is_dflash2(config: Mapping[str, Any]) -> bool:
@@ -425,8 +433,10 @@ def _reject_unsupported_dflash2(config: Mapping[str, Any], own: Mapping[str, Any
 
 
 def _check_dflash2(c: DFlash2Config) -> None:
+    fields = dataclasses.asdict(c)
     for name in (*_DFLASH2_KEYS, *_DFLASH2_OWN_KEYS, "max_position_embeddings"):
-        _positive(dataclasses.asdict(c), name)
+        if not _left_out(fields, name):
+            _positive(fields, name)
     if c.num_attention_heads % c.num_key_value_heads or c.head_dim % 2:
         raise ConfigError(
             f"{c.num_attention_heads} heads of {c.head_dim} do not fit {c.num_key_value_heads} key-value heads: "
@@ -436,6 +446,8 @@ def _check_dflash2(c: DFlash2Config) -> None:
         raise ConfigError(f"hidden_size = {c.hidden_size} is not a multiple of conv_group_size = {c.conv_group_size}")
     if c.block_size < 2:
         raise ConfigError(f"block_size must be at least 2, the anchor and a draft, got {c.block_size}")
+    if c.selector_top_k > c.vocab_size:
+        raise ConfigError(f"selector_top_k = {c.selector_top_k} candidates are more than vocab_size = {c.vocab_size}")
     taps = c.target_layer_ids
     if not taps or not all(type(i) is int and 0 <= i < c.num_target_layers for i in taps) or len(set(taps)) < len(taps):
         raise ConfigError(

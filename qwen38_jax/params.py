@@ -112,10 +112,10 @@ class BlockConv:
 @struct.dataclass
 class DFlash2Layer:
     input_norm: Array  # [hidden]
-    attention_conv: BlockConv
+    attention_conv: BlockConv | None
     attention: BlockAttention
     post_norm: Array  # [hidden]
-    mlp_conv: BlockConv
+    mlp_conv: BlockConv | None
     mlp: Mlp
 
 
@@ -136,7 +136,7 @@ class DFlash2Params:
     hidden_norm: Array  # [hidden], of the context features
     layers: DFlash2Layer  # every leaf stacked: [layers, ...]
     norm: Array  # [hidden]
-    selector: CandidateSelector
+    selector: CandidateSelector | None
 
 
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
@@ -181,14 +181,19 @@ def abstract_dflash2(cfg: DFlash2Config) -> DFlash2Params:
     weight = _weight(cfg)
     norm = _norm(cfg, jax.nn.initializers.ones)
     hidden = ("hidden", cfg.hidden_size)
-    codes = weight(("vocab", cfg.vocab_size), ("rank", cfg.selector_rank))
     return DFlash2Params(
         fc=weight(hidden, ("taps", len(cfg.target_layer_ids) * cfg.hidden_size)),
         hidden_norm=norm(cfg.hidden_size),
         layers=_stack(_dflash2_layer(cfg), cfg.num_hidden_layers),
         norm=norm(cfg.hidden_size),
-        selector=CandidateSelector(weight(("rank", cfg.selector_rank), hidden), codes, codes),
+        selector=None if cfg.selector_rank is None else _selector(cfg),
     )
+
+
+def _selector(cfg: DFlash2Config) -> CandidateSelector:
+    weight = _weight(cfg)
+    codes = weight(("vocab", cfg.vocab_size), ("rank", cfg.selector_rank))
+    return CandidateSelector(weight(("rank", cfg.selector_rank), ("hidden", cfg.hidden_size)), codes, codes)
 
 
 def _dflash2_layer(cfg: DFlash2Config) -> DFlash2Layer:
@@ -196,13 +201,7 @@ def _dflash2_layer(cfg: DFlash2Config) -> DFlash2Layer:
     norm = _norm(cfg, jax.nn.initializers.ones)
     hidden, inner = ("hidden", cfg.hidden_size), cfg.intermediate_size
     queries, keys = ("heads", cfg.num_attention_heads * cfg.head_dim), cfg.num_key_value_heads * cfg.head_dim
-    sides, taps, groups = 2, cfg.conv_kernel_size, cfg.hidden_size // cfg.conv_group_size
-    conv = BlockConv(
-        base=dataclasses.replace(weight(("side", sides), ("tap", taps), hidden), init=_identity_conv_init),
-        projection=dataclasses.replace(
-            weight(("side_tap_group", sides * taps * groups), hidden), init=jax.nn.initializers.zeros
-        ),
-    )
+    conv = None if cfg.conv_kernel_size is None else _block_conv(cfg)
     return DFlash2Layer(
         input_norm=norm(cfg.hidden_size),
         attention_conv=conv,
@@ -216,6 +215,17 @@ def _dflash2_layer(cfg: DFlash2Config) -> DFlash2Layer:
         post_norm=norm(cfg.hidden_size),
         mlp_conv=conv,
         mlp=Mlp(gate_up=_fused(cfg, "gate_up", (inner, inner)), down=weight(hidden, ("mlp", inner))),
+    )
+
+
+def _block_conv(cfg: DFlash2Config) -> BlockConv:
+    weight, hidden = _weight(cfg), ("hidden", cfg.hidden_size)
+    sides, taps, groups = 2, cfg.conv_kernel_size, cfg.hidden_size // cfg.conv_group_size
+    return BlockConv(
+        base=dataclasses.replace(weight(("side", sides), ("tap", taps), hidden), init=_identity_conv_init),
+        projection=dataclasses.replace(
+            weight(("side_tap_group", sides * taps * groups), hidden), init=jax.nn.initializers.zeros
+        ),
     )
 
 

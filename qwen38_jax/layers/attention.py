@@ -82,14 +82,11 @@ def attend(rows: Rows, mask: Array, context: Context | None = None) -> Array:
     Returns fp32 `[B, L, heads, D]`; zero for a row that sees nothing. Split over the keys and merged by log-sum-exp
     (Flash-Decoding, 2023), so that memory does not grow with the context.
     """
-    batch, n, heads, dim = rows.q.shape
-    q = _group_queries(rows.q, rows.k.shape[2])
+    q = group_queries(rows.q, rows.k.shape[2])
     partial = partial_attention(q, rows.k, rows.v, mask[:, None, None])
     if context is not None:
         partial = merge(partial, _attend_context(q, context))
-    total = jnp.where(partial.total > 0, partial.total, 1.0)
-    out = partial.out / total[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, n, heads, dim)
+    return normalise(partial)
 
 
 def partial_attention(q: Array, k: Array, v: Array, mask: Array) -> Partial:
@@ -114,7 +111,15 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out=a.out * wa[..., None] + b.out * wb[..., None], top=top, total=a.total * wa + b.total * wb)
 
 
-def _group_queries(q: Array, kv_heads: int) -> Array:
+def normalise(partial: Partial) -> Array:
+    """The attention that `partial` stands for, fp32 `[B, L, heads, D]`; zero for a row that sees nothing."""
+    total = jnp.where(partial.total > 0, partial.total, 1.0)
+    out = partial.out / total[..., None]
+    batch, _, _, n, dim = out.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, n, -1, dim)
+
+
+def group_queries(q: Array, kv_heads: int) -> Array:
     """`[B, L, heads, D] -> [B, kv_heads, heads / kv_heads, L, D]`; query head h reads key head h // r."""
     batch, n, heads, dim = q.shape
     return q.reshape(batch, n, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)

@@ -23,14 +23,23 @@ def rope_table(positions: Array, cfg: ModelConfig) -> RopeTable:
 
     The wavelength of pair `i` is that of the rotary width, not of the head: `theta ** (-2i / rotary_dim)`.
     """
-    half = cfg.rotary_dim // 2
-    frequency = cfg.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-    if positions.ndim == 2:
-        angle = positions.astype(jnp.float32)[..., None] * frequency.astype(np.float32)
-    else:
-        angles = positions.astype(jnp.float32)[..., None] * frequency.astype(np.float32)  # [3, B, L, half]
-        angle = jnp.choose(_mrope_rows(cfg), list(angles), mode="clip")
+    angle = _angles(positions, cfg.rotary_dim, cfg.rope_theta)
+    if positions.ndim == 3:
+        angle = jnp.choose(_mrope_rows(cfg), list(angle), mode="clip")
     return RopeTable(cos=jnp.cos(angle), sin=jnp.sin(angle))
+
+
+def text_rope_table(positions: Array, rotary_dim: int, theta: float) -> RopeTable:
+    """Rotations for `positions [B, L]` of text."""
+    angle = _angles(positions, rotary_dim, theta)
+    return RopeTable(cos=jnp.cos(angle), sin=jnp.sin(angle))
+
+
+def _angles(positions: Array, rotary_dim: int, theta: float) -> Array:
+    """fp32 `[..., rotary_dim / 2]`."""
+    half = rotary_dim // 2
+    frequency = theta ** (-np.arange(half, dtype=np.float64) / half)
+    return positions.astype(jnp.float32)[..., None] * frequency.astype(np.float32)
 
 
 def _mrope_rows(cfg: ModelConfig) -> np.ndarray:

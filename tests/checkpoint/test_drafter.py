@@ -116,6 +116,9 @@ def test_the_full_configuration(like):
         (lambda c: c["dflash_config"].update(target_layer_ids=[1, 8]), r"\[1, 8\]"),
         (lambda c: c["dflash_config"].update(target_layer_ids=[1, 1]), r"\[1, 1\]"),
         (lambda c: c["dflash_config"].update(block_size=1), "block_size"),
+        (lambda c: c["dflash_config"].update(selector_top_k=None), "selector_top_k"),
+        (lambda c: c["dflash_config"].update(selector_top_k=513), "selector_top_k = 513"),
+        (lambda c: c["dflash_config"].update(selector_rank=0), "selector_rank must be a positive"),
         (lambda c: c["dflash_config"].update(conv_group_size=48), "conv_group_size = 48"),
         (lambda c: c["dflash_config"].update(sample_from_anchor=True), "sample_from_anchor"),
         (lambda c: c.update(output_multiplier=0.5), "output_multiplier = 0.5"),
@@ -198,6 +201,20 @@ def test_a_drafter_is_described(directory, dense):
     edit_json(dense, lambda config: config.pop("is_causal"))
     d = describe(dense)
     assert d.config is None and "is_causal" in d.problems[0] and "no usable config.json" in format_description(d)
+
+
+@pytest.mark.parametrize("part", ["conv", "selector"])
+def test_a_drafter_without_a_part(dense, part):
+    """Its tensors are surplus then; a directory without them loads."""
+    key = {"conv": "conv_kernel_size", "selector": "selector_rank"}[part]
+    edit_json(dense, lambda config: config["dflash_config"].update({key: None}))
+    with pytest.raises(CheckpointError, match=f"{part}.*is not part of the drafter"):
+        load_drafter(dense)
+    edit(dense, lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name])
+    params, cfg = load_drafter(dense)
+    assert getattr(cfg, key) is None and DFlash2Config.from_hf(cfg.to_hf()) == cfg
+    assert (params.selector is None) == (part == "selector")
+    assert (params.layers.mlp_conv is None) == (part == "conv")
 
 
 def test_scales_that_fit_nothing_are_told(tmp_path):
