@@ -13,7 +13,7 @@ from flax import struct
 from jax import lax
 
 from qwen38_jax.block import Block
-from qwen38_jax.config import DFlash2Config, ModelConfig
+from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.attention import pages_at_once
 from qwen38_jax.layers.gated_delta_net import Writes, keep_columns, keep_rows
 
@@ -135,13 +135,6 @@ def abstract_state(cfg: ModelConfig, sizes: StateConfig) -> State:
 def capacity_for(tokens: int) -> int:
     """Tokens to make room for where `tokens` are wanted: a power of two, so that few programs serve all lengths."""
     return max(_LEAST_CAPACITY, 1 << (tokens - 1).bit_length())
-
-
-def abstract_context_cache(cfg: DFlash2Config, batch: int) -> KvCache:
-    """A DFlash2 drafter's cache of context features as shapes: `[layers, batch, window, kv_heads, head_dim]`."""
-    shape = (cfg.num_hidden_layers, batch, cfg.sliding_window, cfg.num_key_value_heads, cfg.head_dim)
-    rows = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
-    return KvCache(k=rows, v=rows)
 
 
 def init_state(cfg: ModelConfig, sizes: StateConfig) -> State:

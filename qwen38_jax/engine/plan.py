@@ -16,6 +16,7 @@ from qwen38_jax.checkpoint import names, synthetic
 from qwen38_jax.checkpoint.accounting import Account, Assignment, weight_bytes
 from qwen38_jax.checkpoint.drafter import DrafterAccount
 from qwen38_jax.config import DFlash2Config, ModelConfig
+from qwen38_jax.drafters.dflash2 import abstract_context
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
@@ -25,7 +26,7 @@ from qwen38_jax.quantization import is_quantised
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
 from qwen38_jax.spec_config import SpecConfig
-from qwen38_jax.state import StateConfig, abstract_context_cache, abstract_state, capacity_for
+from qwen38_jax.state import StateConfig, abstract_state, capacity_for
 
 DRAFTERS = ("mtp", "dflash2", "lookup")
 
@@ -240,7 +241,7 @@ def _state_items(weights: Weights, settings: Settings) -> Iterator[Item]:
         parts.append(("tokens and counts of drafts", tokens, state.replace(decode=None, drafter=None)))
     if "dflash2" in settings.drafters:
         window = f"{sizes.batch} x {weights.drafter.sliding_window:,} tokens"
-        parts.append(("DFlash2 cache", window, abstract_context_cache(weights.drafter, sizes.batch)))
+        parts.append(("DFlash2 cache", window, abstract_context(weights.drafter, sizes.batch)))
     for name, detail, tree in parts:
         if nbytes := tree_bytes(tree):
             yield Item("state", name, detail, nbytes)
