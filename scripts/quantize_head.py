@@ -10,6 +10,8 @@ was rounded to nearest. One record of each goes to experiments/results/quantize_
 By default the prompts are tasks about documents of this Python installation, held out by document. A file has one
 prompt a line, an object with prompt, messages or prompt_ids; a line that has its "output" (text) too is taken as
 answered. Every fifth line is held out.
+
+KL divergences of a few thousand rows are known to some 5 %: a few uncertain rows make up most of them.
 """
 
 import argparse
@@ -43,6 +45,7 @@ COLUMNS = (
     "method",
     "bits",
     "group",
+    "clip_search=clipped",
     "output_error=output error",
     "kl=KL, nats",
     "top1_agreement=same top token",
@@ -209,7 +212,9 @@ def compare(
     for method, head in heads.items():
         difference = compare_heads(engine.params.lm_head, head, hidden, real_vocab_size=engine.tokenizer.vocab_size)
         results = {**dataclasses.asdict(difference), "head_bytes": head.nbytes}
-        made.append(new_record(QUESTION, settings={"method": method, **settings}, results=results, **about))
+        not_used = dict.fromkeys(("act_order", "clip_search", "damping")) if method == "rtn" else {}
+        described = {"method": method, **settings, **not_used}
+        made.append(new_record(QUESTION, settings=described, results=results, **about))
     return made
 
 
@@ -269,9 +274,9 @@ def run(
     made = []
     for settings in choices:
         heads = quantise_both(engine.params.lm_head, hessian, settings)
-        described = {**dataclasses.asdict(settings), **shared}
         questions = [text.ids[: text.start] for text in texts]
-        made += compare(engine, heads, hidden, described, weights=weights, prompts=questions)
+        about = {"weights": weights, "prompts": questions}
+        made += compare(engine, heads, hidden, {**dataclasses.asdict(settings), **shared}, **about)
     return made, heads["gptq"]
 
 
@@ -284,7 +289,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--group", type=int, nargs="+", default=[128], metavar="N", help="default: 128 columns a scale")
     parser.add_argument("--asymmetric", action="store_true", help="zero points beside the scales")
     parser.add_argument("--act-order", action="store_true", help="columns of largest inputs first")
-    parser.add_argument("--clip-search", action="store_true", help="try smaller ranges for every group")
+    parser.add_argument(
+        "--clip-search",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="try smaller ranges for every group (default: yes, it lowers the KL divergence)",
+    )
     parser.add_argument("--damping", type=float, default=0.01, metavar="X", help="of the diagonal's mean (%(default)s)")
     parser.add_argument("--calibration", default="default", metavar="FILE.jsonl", help="prompts (default: tasks)")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="of answers (default: %(default)s)")

@@ -34,7 +34,7 @@ from scripts.quantize_head import (
     write,
 )
 
-INT4 = Settings(bits=4, group=128, symmetric=True, act_order=False, clip_search=False, damping=0.01)
+INT4 = Settings(bits=4, group=128, symmetric=True, act_order=False, clip_search=True, damping=0.01)
 
 
 @pytest.fixture(scope="module")
