@@ -76,10 +76,8 @@ def take_account(inventory: Inventory, cfg: ModelConfig, hf_config: Mapping[str,
     if native is None:
         sources, prefix, problems = _by_canonical_name(inventory)
         spell = functools.partial(names.spell, prefix=prefix)
-        foreign = [tensor for name, tensor in sources.items() if names.parse(name).kind == "native"]
-        problems += [
-            f"{t} is of a prepared checkpoint, but config.json has no {KEY!r}: restore it" for t in foreign[:1]
-        ]
+        foreign = [tensor for name, tensor in sources.items() if names.parse(name).kind == "native"][:1]
+        problems += [f"{tensor} is of a prepared checkpoint, but config.json has no {KEY!r}" for tensor in foreign]
     else:
         sources, prefix, problems = dict(inventory.tensors), native.prefix, []
         spell = str

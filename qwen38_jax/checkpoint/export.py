@@ -25,7 +25,7 @@ from qwen38_jax.checkpoint.write import (
 )
 from qwen38_jax.config import ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params
-from qwen38_jax.quantization import LAYOUTS, QuantTensor, RowBlocks, Weight, is_quantised
+from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, in_rows, is_quantised
 
 
 def export_checkpoint(
@@ -122,7 +122,7 @@ def _weights(params: Params, draft_head: DraftHead | None, cfg: ModelConfig, pre
     weights = []
     for place in places:
         _check_leaf(place, given[place.path])
-        weights += _tensors(place, given[place.path], cfg.dtype, prefix)
+        weights += _tensors(place, in_rows(given[place.path]), cfg.dtype, prefix)
     return weights
 
 
@@ -141,8 +141,6 @@ def _tensors(place: Place, leaf: Weight, model_dtype: str, prefix: str) -> Itera
     begin = 0
     for part in place.slices:
         block, rows = _block(place, leaf, slice(begin, begin + part.shape[0]))
-        if isinstance(block, QuantTensor):
-            block = LAYOUTS[block.layout].unpack(block)
         begin += part.shape[0]
         for layer, name in enumerate(part.names):
             spelled = names.spell(name, prefix)

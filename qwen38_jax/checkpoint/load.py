@@ -74,7 +74,7 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
     directory = Path(directory)
     account, hf_config, generation_config = sound_account(directory, dtype=dtype)
     if account.cfg.tie_word_embeddings:
-        _check_tied(account.sources)
+        check_tied(account.sources)
     leaves = load_leaves(account)
     draft_head = None
     if account.draft_place is not None:
@@ -131,7 +131,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], dict[str, Any], ModelC
     return hf_config, generation_config, cfg
 
 
-def _check_tied(sources: dict[str, TensorInfo]) -> None:
+def check_tied(sources: dict[str, TensorInfo]) -> None:
     """A tied checkpoint may carry the head as well, but then it must be the embedding, byte for byte."""
     heads, embeds = (
         {name.rpartition(".")[2]: tensor for name, tensor in sources.items() if name.startswith(beginning)}

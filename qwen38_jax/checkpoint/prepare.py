@@ -23,7 +23,7 @@ from qwen38_jax.checkpoint.drafter import DrafterAccount, drafter_account, draft
 from qwen38_jax.checkpoint.files import DTYPES, INDEX, CheckpointError, take_inventory
 from qwen38_jax.checkpoint.formats import Stored
 from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
-from qwen38_jax.checkpoint.load import sound_account
+from qwen38_jax.checkpoint.load import check_tied, sound_account
 from qwen38_jax.checkpoint.names import Place
 from qwen38_jax.checkpoint.native import KEY, Native, Spec, leaf_of, native_place
 from qwen38_jax.checkpoint.resumable import Shard, write_resumably
@@ -101,14 +101,10 @@ class Part:
 
     def write_small_files(self, directory: Path) -> None:
         """config.json and the index."""
-        fields = {
-            f"{piece.name}.{field}": file
-            for file, own in self.pieces.items()
-            for piece in own
-            for field in piece.fields
-        }
-        total = sum(piece.nbytes for own in self.pieces.values() for piece in own)
-        write_json(directory / self.into / INDEX, {"metadata": {"total_size": total}, "weight_map": fields})
+        pieces = [(file, piece) for file, own in self.pieces.items() for piece in own]
+        weight_map = {f"{piece.name}.{field}": file for file, piece in pieces for field in piece.fields}
+        total = sum(piece.nbytes for _, piece in pieces)
+        write_json(directory / self.into / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         write_json(directory / self.into / "config.json", self.config)
 
 
@@ -222,6 +218,8 @@ def _drafter(options: Options) -> Part:
 
 def _check_options(account: Account, options: Options) -> None:
     cfg = account.cfg
+    if cfg.tie_word_embeddings:
+        check_tied(account.sources)
     if options.head and cfg.tie_word_embeddings:
         raise CheckpointError("the embedding is the head of this checkpoint: ask for a format of the embedding alone")
     if options.mtp and not cfg.mtp_num_hidden_layers:
@@ -246,7 +244,7 @@ def _model_pieces(account: Account, options: Options, ids: np.ndarray | None) ->
     pieces = [
         piece
         for place in account.places
-        if not (cut and place.path == "draft_head")
+        if not (cut and place.path == "draft_head")  # which the new one replaces
         for piece in _leaf_pieces(hf_places[place.path], place, account, options, _option(place.path))
     ]
     if cut:

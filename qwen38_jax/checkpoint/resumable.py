@@ -56,8 +56,8 @@ def write_resumably(
     work = destination.with_name(f".{destination.name}.unfinished")
     with _locked(work), _full_disk_told(destination):
         whole, records = work / "checkpoint", work / "records"
-        _check_identity(work, identity)
         whole.mkdir(exist_ok=True)
+        _check_identity(work, whole, identity)
         _require_space(work, sum(shard.nbytes for shard in shards if not (whole / shard.file).exists()))
         made: dict[str, Any] = {}
         for shard in shards:
@@ -94,9 +94,9 @@ def _replace_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def _check_identity(work: Path, identity: Mapping[str, Any]) -> None:
+def _check_identity(work: Path, whole: Path, identity: Mapping[str, Any]) -> None:
     path = work / "identity.json"
-    if not path.exists():
+    if not any(whole.iterdir()):  # nothing to take over, whatever was tried before
         _replace_json(path, identity)
         return
     before, now = read_json(path), json.loads(json.dumps(identity))

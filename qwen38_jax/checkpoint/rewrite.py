@@ -72,7 +72,7 @@ class Piece:
 
     def make(self) -> tuple[list[NewTensor], dict[str, dict]]:
         """The tensors, and by tensor of origin what was done to it."""
-        rows = self.arrays if self.source is None else in_rows(self.arrays, self.source, self.shape)
+        rows = self.arrays if self.source is None else unpacked(self.arrays, self.source, self.shape)
         if self.ids is not None:
             rows = {field: own if field == "group_of" else cut(own, self.ids) for field, own in rows.items()}
         squares, what = None, ", ".join(origin.tensor for origin in self.origins)
@@ -168,16 +168,16 @@ def packed(arrays: Arrays, spec: Spec) -> Arrays:
     return {field: np.asarray(getattr(w, field)) for field in arrays}
 
 
-def in_rows(arrays: dict[str, Rows], spec: Spec, shape: tuple[int, int]) -> dict[str, Rows]:
+def unpacked(arrays: dict[str, Rows], spec: Spec, shape: tuple[int, int]) -> dict[str, Rows]:
     """Arrays of any layout in the layout "rows"."""
     if spec.layout == "rows":
         return arrays
     read = {field: jnp.asarray(rows.read(0, rows.shape[0])) for field, rows in arrays.items()}
     w = LAYOUTS[spec.layout].unpack(spec.template(shape, arrays).replace(**read))
-    unpacked = {field: np.asarray(getattr(w, field)) for field in arrays}
+    made = {field: np.asarray(getattr(w, field)) for field in arrays}
     return {
         field: Rows(array.shape, array.dtype.name, lambda start, stop, array=array: array[start:stop])
-        for field, array in unpacked.items()
+        for field, array in made.items()
     }
 
 

@@ -31,6 +31,9 @@ def embed(table: Weight, ids: Array) -> Array:
     """Rows `table [V, H][ids [...]] -> [..., H]` in `table.dtype`; of a quantised table only these are dequantised.
 
     An id outside the table is clamped: callers check ids first.
+
+    Raises:
+      ValueError: a quantised table is in another layout than "rows".
     """
     return dequantize(rows_of(table, ids))
 
@@ -43,5 +46,7 @@ def rows_of(table: Array | QuantTensor, ids: Array) -> Array | QuantTensor:
 
     if not isinstance(table, QuantTensor):
         return rows(table)
+    if table.layout != "rows":
+        raise ValueError(f"a table to look up must be in the layout 'rows', not {table.layout!r}")
     zeros = None if table.zeros is None else rows(table.zeros)
     return table.replace(codes=rows(table.codes), scales=rows(table.scales), zeros=zeros)

@@ -147,13 +147,20 @@ def quant_tensor(
     return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, "rows")
 
 
+def in_rows(w: Weight) -> Weight:
+    """The same matrix with integers in the layout "rows"."""
+    if isinstance(w, RowBlocks):
+        return w.replace(blocks=tuple(in_rows(block) for block in w.blocks))
+    return LAYOUTS[w.layout].unpack(w) if isinstance(w, QuantTensor) else w
+
+
 def dequantize(w: Weight, dtype: str | None = None) -> Array:
     """The matrix `[..., N, K]`: `(code - zero) * scale` in fp32, then cast to `dtype` (None: `w.dtype`)."""
     if isinstance(w, RowBlocks):
         return jnp.concatenate([dequantize(block, dtype) for block in w.blocks], axis=-2)
     if not isinstance(w, QuantTensor):
         return w.astype(dtype or w.dtype)
-    w = LAYOUTS[w.layout].unpack(w)
+    w = in_rows(w)
     codes = unpack(w.codes, w.bits)
     if w.group_of is None:
         zeros, scales = (None if t is None else jnp.repeat(t, w.group, axis=-1) for t in (w.zeros, w.scales))

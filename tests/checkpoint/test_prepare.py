@@ -17,6 +17,7 @@ from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
 from qwen38_jax.checkpoint.native import KEY
 from qwen38_jax.checkpoint.prepare import MANIFEST, Options, plan_preparation
 from qwen38_jax.checkpoint.synthetic import recipe, write
+from qwen38_jax.layers.linear import embed
 from qwen38_jax.params import tree_bytes
 from qwen38_jax.quantization import LAYOUTS, Layout, QuantTensor, RowBlocks, dequantize, is_quantised, quantize
 from scripts.prepare_checkpoint import main
@@ -278,10 +279,11 @@ def test_a_layout_is_one_entry(synthetic, tmp_path, words):
     leaf = a.params.linear.mlp.gate_up
     assert (leaf.layout, leaf.codes.dtype, leaf.codes.shape) == ("words", jnp.uint32, (3, 16, 512))
     assert leaf.shape == rows.params.linear.mlp.gate_up.shape == (3, 512, 128)
-    assert a.params.embed.layout == "rows"  # which is looked up by rows
+    assert a.params.embed.layout == "rows"
+    with pytest.raises(ValueError, match="must be in the layout 'rows', not 'words'"):
+        embed(a.params.lm_head, jnp.array([0]))
     assert a.draft_head.weight.layout == "words"
-    dense = [as_dense((c.params, c.draft_head.weight)) for c in (a, rows)]
-    jax.tree.map(np.testing.assert_array_equal, *dense)
+    np.testing.assert_array_equal(*[dequantize(c.draft_head.weight) for c in (a, rows)])
     assert "int4 group 128 (words)" in describe(tmp_path / "a").quantised
 
     prepare(tmp_path / "a", tmp_path / "b")  # back into rows
@@ -382,6 +384,9 @@ def test_requests_that_make_no_sense(small, synthetic, tmp_path):
             plan_preparation(bare, Options(**options))
     prepare(bare, tmp_path / "out", Options())
     assert load_checkpoint(tmp_path / "out").params.embed.bits == 8
+    edit(bare, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(CheckpointError, match="differs from"):
+        plan_preparation(bare, Options())
 
 
 @pytest.mark.parametrize("where", [".", "inside", ".."])

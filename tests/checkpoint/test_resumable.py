@@ -129,6 +129,8 @@ def test_a_small_disk_is_refused_before_anything_is_written(source, tmp_path, mo
     with pytest.raises(CheckpointError, match=r"\d\d,\d{3} bytes are still to be written, .* has 5,000 free"):
         plan_preparation(source, OPTIONS).run(tmp_path / "m")
     assert list((tmp_path / ".m.unfinished").rglob("*.safetensors")) == []
+    monkeypatch.undo()
+    plan_preparation(source, Options()).run(tmp_path / "m")  # nothing was begun that other options could contradict
 
 
 def test_only_what_is_left_needs_room(source, unbroken, tmp_path, monkeypatch):
