@@ -44,12 +44,13 @@ DRAFTER_CLASSES = ("attention", "mlp", "convolutions", "norms", "fc", "selector"
 def drafter_class(name: str) -> str:
     """The one of `DRAFTER_CLASSES` that `inspect` counts a tensor under."""
     marks = {
-        "norm.weight": "norms",
-        ".self_attn.": "attention",
-        ".mlp.": "mlp",
+        "norm.": "norms",
         "_conv.": "convolutions",
+        "attn.": "attention",
+        "attention.": "attention",  # as prepared, by the fields of `DFlash2Params`
+        "mlp.": "mlp",
         "fc.": "fc",
-        "candidate_selector.": "selector",
+        "selector.": "selector",
     }
     return next((part for mark, part in marks.items() if mark in name), "unknown")
 

@@ -16,7 +16,7 @@ from qwen38_jax.checkpoint import names, synthetic
 from qwen38_jax.checkpoint.accounting import Account, Assignment, weight_bytes
 from qwen38_jax.checkpoint.drafter import DrafterAccount
 from qwen38_jax.config import DFlash2Config, ModelConfig
-from qwen38_jax.drafters.dflash2 import abstract_context
+from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
@@ -174,6 +174,8 @@ class Settings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if unknown := sorted(set(self.drafters) - set(DRAFTERS)):
             raise ValueError(f"there is no drafter {unknown[0]!r}; known: {', '.join(DRAFTERS)}")
+        if {"mtp", "dflash2"} <= set(self.drafters):
+            raise ValueError("MTP and DFlash2 do not draft together: choose one, with or without lookup")
         if bool(self.drafters) != bool(self.verify_rows):
             raise ValueError("drafters and verify_rows go together: drafts need a block to be verified in")
         if self.verify_rows and not 2 <= self.verify_rows <= CHUNK:
@@ -224,7 +226,7 @@ def _state_items(weights: Weights, settings: Settings) -> Iterator[Item]:
         raise ValueError("the checkpoint has no MTP head to draft with")
     if "dflash2" in settings.drafters and weights.drafter is None:
         raise ValueError("drafting with DFlash2 needs a drafter: name its directory")
-    state = _abstract_run_state(cfg, sizes, settings.drafters)
+    state = _abstract_run_state(cfg, sizes, settings.drafters, weights.drafter)
     plain = state.decode if settings.drafters else state
     model = plain.model
     tokens = f"{sizes.batch} x {sizes.capacity:,} tokens"
@@ -236,19 +238,20 @@ def _state_items(weights: Weights, settings: Settings) -> Iterator[Item]:
         ("pending rows", f"{sizes.batch} x {sizes.rows} rows", model.pending),
         ("tables, counts, sampling", slots, (model.block_table, model.lengths, plain.replace(model=None))),
     ]
-    if settings.drafters:
+    if "mtp" in settings.drafters:
         parts.append(("MTP cache", tokens, state.drafter))
-        parts.append(("tokens and counts of drafts", tokens, state.replace(decode=None, drafter=None)))
     if "dflash2" in settings.drafters:
         window = f"{sizes.batch} x {weights.drafter.sliding_window:,} tokens"
-        parts.append(("DFlash2 cache", window, abstract_context(weights.drafter, sizes.batch)))
+        parts.append(("DFlash2 cache", window, state.drafter))
+    if settings.drafters:
+        parts.append(("tokens and counts of drafts", tokens, state.replace(decode=None, drafter=None)))
     for name, detail, tree in parts:
         if nbytes := tree_bytes(tree):
             yield Item("state", name, detail, nbytes)
 
 
 @functools.lru_cache(64)
-def _abstract_run_state(cfg: ModelConfig, sizes: StateConfig, drafters: tuple[str, ...]):
+def _abstract_run_state(cfg: ModelConfig, sizes: StateConfig, drafters: tuple[str, ...], dflash2: DFlash2Config | None):
     """The `DecodeState` of a batch as shapes, or with drafters its `SpeculativeState`."""
     idle = [SamplingParams(temperature=0.0, seed=0)] * sizes.batch
     vocab = cfg.vocab_size
@@ -260,8 +263,11 @@ def _abstract_run_state(cfg: ModelConfig, sizes: StateConfig, drafters: tuple[st
         )
         if not drafters:
             return decode.start(cfg, model, sampler, active)
-        # How many drafts are whose changes no shape; DFlash2's own cache is no part of it yet.
-        drafter = Mtp(None, draft_tokens=1) if "mtp" in drafters else NoDrafter()
+        drafter = NoDrafter()
+        if "mtp" in drafters:
+            drafter = Mtp(None, draft_tokens=1)  # how many changes no shape
+        elif "dflash2" in drafters:
+            drafter = DFlash2(None, dflash2)
         spec = SpecConfig(verify_tokens=sizes.rows - 1, lookup="lookup" in drafters)
         limit = jnp.zeros(sizes.batch, jnp.int32)
         return speculative.start(cfg, drafter, spec, sizes, model, sampler, active, limit)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from qwen38_jax.checkpoint import CheckpointError, load_checkpoint, load_drafter
+from qwen38_jax.checkpoint import CheckpointError, describe, load_checkpoint, load_drafter
 from qwen38_jax.checkpoint.prepare import Options, plan_preparation
 from qwen38_jax.checkpoint.synthetic import DRAFTERS, recipe, write
 from qwen38_jax.config import ConfigError
@@ -50,6 +50,7 @@ def test_linears_are_rounded_and_all_else_is_kept(target, drafters, tmp_path):
     assert cfg == source_cfg
     assert_same(got, rounded(dense))
     assert_same(load_checkpoint(tmp_path / "m").params, load_checkpoint(target).params)
+    assert "unknown" not in {part.name for part in describe(tmp_path / "m" / "drafter").classes}
     records = {name: r for name, r in manifest["tensors"].items() if name.startswith("drafter: ")}
     assert {f"drafter/{name}" for name in before if "generation" not in name} <= manifest["sources"].keys()
     for name, record in records.items():

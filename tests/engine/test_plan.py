@@ -12,6 +12,7 @@ from qwen38_jax.checkpoint import load_checkpoint, load_drafter, synthetic
 from qwen38_jax.checkpoint.drafter import drafter_account
 from qwen38_jax.checkpoint.load import sound_account
 from qwen38_jax.checkpoint.synthetic import account, recipe, stored_as, write
+from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
@@ -57,11 +58,13 @@ def test_weights_are_the_bytes_that_loading_allocates(tmp_path, like):
         (Settings(1, 40, None, "float16", ("mtp", "lookup"), 16), Mtp(None, 4)),
         (Settings(2, 40, None, "float32", ("mtp",), 5), Mtp(None, 4)),
         (Settings(1, 40, None, "float32", ("lookup",), 16), NoDrafter()),
+        (Settings(1, 40, None, "float32", ("dflash2", "lookup"), 16), DFlash2(None, synthetic.dflash2.SMALL)),
     ],
 )
 def test_state_is_the_bytes_that_a_run_allocates(settings, drafter):
-    cfg = dataclasses.replace(synthetic.SMALL, num_hidden_layers=4)
-    weights = Weights.of_accounts(account(stored_as("w4a16", cfg)))
+    cfg = synthetic.SMALL
+    dflash2 = account(recipe("qwen3.8-27b-dflash2", scale="small")) if "dflash2" in settings.drafters else None
+    weights = Weights.of_accounts(account(stored_as("w4a16", cfg)), dflash2)
     plan, set_up = make_plan(weights, settings, workspace=7), settings.sizes(cfg)
     n = set_up.batch
     sampler = sampler_state([SamplingParams(seed=0)] * n, [()] * n, vocab_size=512, real_vocab_size=500, eos_ids=(0,))
@@ -73,7 +76,8 @@ def test_state_is_the_bytes_that_a_run_allocates(settings, drafter):
         state = speculative.start(cfg, drafter, spec, set_up, model, sampler, active, jnp.ones(n, jnp.int32))
     assert sum(sizes(plan, "state").values()) == tree_bytes(state)
     assert plan.nbytes == weights.nbytes + tree_bytes(state) + 7
-    assert ("MTP cache" in sizes(plan)) == ("mtp" in settings.drafters)
+    for name, part in (("mtp", "MTP cache"), ("dflash2", "DFlash2 cache")):
+        assert (part in sizes(plan)) == (name in settings.drafters)
     assert (set_up.batch, set_up.capacity) == ((4, 1024) if settings.slots == 3 else (settings.slots, 512))
 
 
@@ -101,14 +105,15 @@ def test_weights_of_the_27b_model():
 
 def test_state_of_the_27b_model():
     weights = full("qwen3.8-27b-w4a16", "qwen3.8-27b-dflash2")
-    settings = Settings(2, 32768, None, "float32", ("mtp", "dflash2"), 16)
+    settings = Settings(2, 32768, None, "float32", ("mtp", "lookup"), 16)
     parts = sizes(make_plan(weights, settings))
     assert parts["KV pages"] == 2 * 32768 * 65_536
     assert parts["MTP cache"] == parts["KV pages"] // 16
     assert parts["recurrent state"] == pytest.approx(2 * 150.99e6, rel=1e-4)
     assert parts["convolution windows"] == pytest.approx(2 * 2.95e6, rel=1e-3)
     assert parts["pending rows"] == pytest.approx(2 * 42.1e6, rel=1e-3)  # 41 MB, and keys and values of 16 layers
-    assert parts["DFlash2 cache"] == 2 * 2048 * (5 * 4096 + 4)  # and the position of each row
+    other = sizes(make_plan(weights, dataclasses.replace(settings, drafters=("dflash2", "lookup"))))
+    assert other["DFlash2 cache"] == 2 * 2048 * (5 * 4096 + 4)  # and the position of each row
     half = sizes(make_plan(weights, dataclasses.replace(settings, state_dtype="float16")))
     assert half["recurrent state"] == pytest.approx(2 * 75.50e6, rel=1e-4)
 
@@ -130,7 +135,7 @@ def test_the_workspace_estimate_holds_what_xla_takes(like, settings, measured):
 
 def test_what_is_proposed_fits_and_no_more_than_needed_is_changed():
     weights, settings = full("qwen3.8-27b-fast", "qwen3.8-27b-dflash2-w4a16"), Settings(8, 16384)
-    settings = dataclasses.replace(settings, drafters=("mtp", "dflash2"), verify_rows=16)
+    settings = dataclasses.replace(settings, drafters=("dflash2", "lookup"), verify_rows=16)
 
     def needs(**changes):
         return make_plan(weights, dataclasses.replace(settings, **changes)).nbytes
@@ -202,6 +207,7 @@ def test_pieces_of_a_prompt():
         ({"context": 0}, "context must be at least 1"),
         ({"drafters": ("eagle",), "verify_rows": 4}, "no drafter 'eagle'"),
         ({"drafters": ("mtp",)}, "go together"),
+        ({"drafters": ("mtp", "dflash2"), "verify_rows": 8}, "do not draft together"),
         ({"verify_rows": 4}, "go together"),
         ({"drafters": ("mtp",), "verify_rows": 1}, "verify_rows must be 2"),
         ({"drafters": ("mtp",), "verify_rows": 65}, "to 64, got 65"),
