@@ -34,6 +34,7 @@ def requests(**fields):
     return [Request(messages=[{"role": "user", "content": c}], sampling=sampling, thinking=False) for c in CHATS]
 
 
+@pytest.mark.slow
 def test_greedy_text_logprobs_and_metrics(plain, speculative):
     asked = requests(logprobs=2)
     want, got = plain.generate(asked), speculative.generate(asked)
@@ -56,6 +57,7 @@ def test_greedy_text_logprobs_and_metrics(plain, speculative):
     assert got[0].speculation.compiled_programs == 4
 
 
+@pytest.mark.slow
 def test_stop_string_at_every_place(plain, speculative):
     """The repeated text comes in long blocks; a stop string may end anywhere inside of one."""
     [whole] = plain.generate(requests()[:1])
