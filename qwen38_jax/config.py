@@ -6,6 +6,7 @@ from typing import Any
 
 _MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 _DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("auto", "off", "interpret")
 
 
 class ConfigError(ValueError):
@@ -45,6 +46,9 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...]
     dtype: str
+    # How attention and recurrence are computed; not of the checkpoint. "auto": by Pallas kernels on a GPU in half
+    # precision, in plain jnp otherwise; "off": in plain jnp; "interpret": by the kernels without a GPU, slowly.
+    kernels: str = "auto"
 
     @property
     def num_groups(self) -> int:
@@ -282,6 +286,8 @@ def _check(c: ModelConfig) -> None:
         raise ConfigError(f"linear_conv_kernel_dim must be at least 2, got {c.linear_conv_kernel_dim}")
     if c.dtype not in _DTYPES:
         raise ConfigError(f"dtype {c.dtype!r} is not supported; expected one of {_DTYPES}")
+    if c.kernels not in KERNELS:
+        raise ConfigError(f"kernels {c.kernels!r} is none of {KERNELS}")
     for i in c.eos_token_ids:
         if i >= c.vocab_size:
             raise ConfigError(f"eos_token_id {i} is outside the vocabulary of {c.vocab_size} ids")
