@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from qwen38_jax.training.corpus import Document, Kind
 
-CHARS_PER_TOKEN = {"prose": 3.6, "code": 3.5}
+CHARS_PER_TOKEN = {"prose": 2.9, "code": 3.4}
 SCRAMBLED_CHARS_PER_TOKEN = 2.5
 PROSE_SHARE = 0.35
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]+")
@@ -176,6 +176,23 @@ def scramble(rng: random.Random, library: Library, excerpt: Excerpt) -> Excerpt:
     )
 
 
+def misprint(rng: random.Random, library: Library, excerpt: Excerpt) -> Excerpt:
+    """The same with some words replaced, each place by itself, by words of any document or of this one.
+
+    Whoever copies it can rely on what is there alone, and not on what usually follows.
+    """
+    share, kept = rng.choice((0.03, 0.1, 0.2)), KEPT_WORDS | {name for name, _ in excerpt.functions}
+    own = [word for word in WORD.findall(excerpt.text) if word not in kept]
+
+    def word(match: re.Match) -> str:
+        if rng.random() >= share or match[0] in kept:
+            return match[0]
+        return rng.choice(own if rng.random() < 0.5 else library.words)
+
+    text = WORD.sub(word, excerpt.text)
+    return replace(excerpt, text=text, functions=tuple((name, "") for name, _ in excerpt.functions))
+
+
 def crowded_code(rng: random.Random, library: Library, tokens: int) -> Excerpt:
     """About `tokens` tokens of lines over a handful of names, some of which begin or end like others.
 
@@ -193,8 +210,9 @@ def crowded_code(rng: random.Random, library: Library, tokens: int) -> Excerpt:
 
 def _similar_name(rng: random.Random, library: Library, name: str) -> str:
     word = rng.choice(library.words)
-    forms = (f"{name}_{word}", f"{word}_{name}", f"{name}s", f"_{name}", f"{name}{rng.randrange(10)}", name.upper())
-    return rng.choice(forms)
+    letter, digit = rng.choice("abcdefghijklmnopqrstuvwxyz"), rng.randrange(10)
+    joined = (f"{name}_{word}", f"{word}_{name}", f"{word}{name.capitalize()}", f"{name}{word.capitalize()}")
+    return rng.choice((*joined, f"{name}s", f"{letter}{name}", f"_{name}", f"{name}{digit}", name.upper()))
 
 
 def new_name(rng: random.Random, library: Library) -> str:

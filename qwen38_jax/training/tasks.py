@@ -22,6 +22,7 @@ from qwen38_jax.training.excerpts import (
     crowded_code,
     draw_excerpt,
     log_uniform,
+    misprint,
     new_name,
     random_records,
     random_string,
@@ -29,8 +30,8 @@ from qwen38_jax.training.excerpts import (
 )
 
 THINKING_SHARE = 0.4
-SCRAMBLED_SHARE = 0.5
-CROWDED_SHARE = 0.4  # of what is given to rename
+SCRAMBLED_SHARE, MISPRINTED_SHARE = 0.35, 0.35
+CROWDED_SHARE = 0.25  # of what is given to rename
 BELOW_SHARE, CHANGED_BELOW_SHARE = 0.5, 0.85  # of documents that stand below the instruction
 SYSTEM_SHARE = 0.12
 SMALL_TALK_FIRST_SHARE = 0.06
@@ -341,11 +342,16 @@ def _code(rng: random.Random, library: Library, tokens: int) -> Excerpt:
 
 
 def _scrambled(source):
-    """The source, scrambled in a share of the draws (and shorter, because made-up words take more tokens)."""
+    """The source, misprinted or scrambled in a share of the draws.
+
+    What is scrambled is cut shorter, because made-up words take more tokens.
+    """
 
     def draw(rng: random.Random, library: Library, tokens: int) -> Excerpt:
-        if rng.random() >= SCRAMBLED_SHARE:
-            return source(rng, library, tokens)
+        how = rng.random()
+        if how >= SCRAMBLED_SHARE:
+            excerpt = source(rng, library, tokens)
+            return misprint(rng, library, excerpt) if how < SCRAMBLED_SHARE + MISPRINTED_SHARE else excerpt
         tokens = int(tokens * SCRAMBLED_CHARS_PER_TOKEN / CHARS_PER_TOKEN["code"])
         return scramble(rng, library, source(rng, library, tokens))
 

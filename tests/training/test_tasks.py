@@ -17,6 +17,7 @@ from qwen38_jax.training.excerpts import (
     Excerpt,
     dedent_like_first_line,
     draw_excerpt,
+    misprint,
     random_string,
     random_token_text,
     scramble,
@@ -293,6 +294,38 @@ def test_scrambling_is_consistent(library):
             assert mapping.setdefault(old, new) == new
         words, changed = words + len(mapping), changed + sum(old != new for old, new in mapping.items())
     assert changed > words / 2
+
+
+def test_misprints_are_few_and_spare_what_answers_are_made_of(library):
+    rng, words, changed = random.Random(5), 0, 0
+    for _ in range(40):
+        excerpt = draw_excerpt(rng, library, 400, "code")
+        printed = misprint(rng, library, excerpt)
+        pairs = zip(re.findall(r"[A-Za-z_]\w+", excerpt.text), re.findall(r"[A-Za-z_]\w+", printed.text), strict=True)
+        spared = {"def", "class", *(name for name, _ in excerpt.functions)}
+        for old, new in pairs:
+            assert new == old or old not in spared
+            words, changed = words + 1, changed + (old != new)
+        assert [name for name, _ in printed.functions] == [name for name, _ in excerpt.functions]
+    assert 0.02 * words < changed < 0.2 * words
+
+
+@pytest.mark.parametrize("name", ["destroy", "set_task_name", "qqe", "_x1", "masks_attname_log2", "HeadMaster"])
+def test_a_name_is_split_alike_wherever_it_stands(tokenizer, name):
+    alone = tokenizer.encode(name).tokens
+    for text in (
+        "self.{}(a)",
+        "f(x, {}, y)",
+        "    {} = 1",
+        "# {}.\n",
+        "`{}`",
+        "({})",
+        "not {}\n",
+        "\n{}: int",
+        "a-{}+b",
+    ):
+        before = tokenizer.encode(text[: text.index("{")]).tokens
+        assert tokenizer.encode(text.format(name)).tokens[len(before) :][: len(alone)] == alone
 
 
 def test_excerpts_start_at_many_places_and_have_about_the_length(library, tokenizer):
