@@ -150,7 +150,7 @@ def _verify_attention(
         return q, k, v, attention.PagedCache(*stored), table
 
     config = attention.heuristics(
-        (1, shape.kv_heads, rows * shape.heads // shape.kv_heads, shape.head_dim), tokens, device
+        (1, shape.kv_heads, rows * shape.heads // shape.kv_heads, shape.head_dim), tokens, shape.page, device
     )
 
     def run(function, q, k, v, cache, table, layer):

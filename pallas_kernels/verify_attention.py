@@ -34,7 +34,7 @@ _MERGED_AT_ONCE = 16  # partial sums of a row
 class PagedCache:
     """Keys and values of several layers, in pages.
 
-    k, v: `[layers, pages, page, kv_heads, D]`, bf16, fp16 or int8.
+    k, v: `[layers, pages, page, kv_heads, D]`, of the dtype of the queries, or int8.
     k_scale, v_scale: fp32 `[layers, pages, page, kv_heads]`, by which int8 is multiplied; None otherwise.
     """
 
@@ -60,7 +60,7 @@ class Config:
     stages: int = 2
 
 
-def heuristics(shape: tuple[int, int, int, int], max_tokens: int, device: Device) -> Config:
+def heuristics(shape: tuple[int, int, int, int], max_tokens: int, page: int, device: Device) -> Config:
     """A `Config` for `(sequences, key heads, rows of queries a key head, D)` and the longest sequence there can be.
 
     As many programs as fill the device once, but no split of fewer than 64 tokens.
@@ -69,7 +69,7 @@ def heuristics(shape: tuple[int, int, int, int], max_tokens: int, device: Device
     rows = min(64, max(16, 1 << (queries - 1).bit_length()))
     programs = batch * kv_heads * -(-queries // rows)
     splits = min(max(1, device.cores // programs), max(1, max_tokens // 64))
-    return Config(rows=rows, keys=32, splits=splits, warps=8 if rows * dim >= 64 * 256 else 4)
+    return Config(rows=rows, keys=math.gcd(32, page), splits=splits, warps=8 if rows * dim >= 64 * 256 else 4)
 
 
 def verify_attention(
@@ -94,8 +94,8 @@ def verify_attention(
     anything. A row that may read nothing is zero.
 
     Args:
-      q: bf16 or fp16 `[B, L, heads, D]`; k, v: of the same dtype `[B, L, kv_heads, D]`, the rows' own, as they will be
-        read from the cache one day, but not yet in it.
+      q: bf16, fp16 or, slowly, fp32 `[B, L, heads, D]`; k, v: of the same dtype `[B, L, kv_heads, D]`, the rows' own,
+        which are not read from the cache, whether they are in it or not.
       mask: bool `[B, L, L]`, whether row i reads row j of the block: causal, ancestors in a tree, all, or any other.
       cache: of `layers`; layer: an int32 scalar that a loop may count.
       block_table: int32 `[B, max_pages]`, the page of each stretch of a sequence; past its length anything.
@@ -117,9 +117,9 @@ def verify_attention(
     kv_heads, page = k.shape[2], cache.k.shape[2]
     group = heads // kv_heads
     capacity = block_table.shape[1] * page
-    config = config or heuristics((batch, kv_heads, n * group, dim), capacity, current_device())
-    if page % config.keys:
-        raise ValueError(f"keys read at a time, {config.keys}, do not divide a page of {page}")
+    config = config or heuristics((batch, kv_heads, n * group, dim), capacity, page, current_device())
+    if page % config.keys or config.keys < 16:
+        raise ValueError(f"{config.keys} keys read at a time are fewer than 16 or do not divide a page of {page}")
     padded = -(-n * group // config.rows) * config.rows
     keys = max(16, 1 << (n - 1).bit_length())  # of the block, as a matrix product wants them
 
@@ -190,7 +190,8 @@ def _split_kernel(
     k_scale_ref, v_scale_ref = refs[:2] if scaled else (None, None)
     out_ref, top_ref, total_ref = refs[-3:]
     rows, keys, splits = config.rows, config.keys, config.splits
-    kv_heads, dim, page = q_ref.shape[1], q_ref.shape[3], k_ref.shape[2]
+    kv_heads, dim = q_ref.shape[1], q_ref.shape[3]
+    pages, page = k_ref.shape[1:3]
     first, split, sequence = pl.program_id(0) * rows, pl.program_id(1), lax.div(pl.program_id(2), kv_heads)
     head = lax.rem(pl.program_id(2), kv_heads)
     layer, length = layer_ref[0], lengths_ref[sequence]
@@ -213,7 +214,9 @@ def _split_kernel(
 
     def read(tile, carry):
         token = tile * keys
-        place = (layer, table_ref[sequence, lax.div(token, page)], pl.ds(lax.rem(token, page), keys), head)
+        # A sequence that is no longer decoded may have a length, but no pages.
+        entry = jnp.minimum(table_ref[sequence, lax.div(token, page)], pages - 1)
+        place = (layer, entry, pl.ds(lax.rem(token, page), keys), head)
         tokens = token + lax.iota(jnp.int32, keys)
         exists = tokens < length
         k = triton.load(k_ref.at[(*place, slice(None))])
@@ -244,12 +247,12 @@ def _split_kernel(
 def _attend(carry, q, k, v, key_scale, value_scale, readable):
     """Adds keys to the softmax of `carry`: sums of values `[rows, D]`, largest scores and sums of weights `[rows]`."""
     out, top, total = carry
-    scores = triton.dot(q, k.astype(q.dtype), trans_b=True) * key_scale
+    scores = triton.dot(q, k.astype(q.dtype), trans_b=True, precision=HIGHEST) * key_scale
     scores = jnp.where(readable, scores, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     weights = jnp.exp2(scores - new_top[:, None])
     kept = jnp.exp2(top - new_top)
-    values = triton.dot((weights * value_scale).astype(q.dtype), v.astype(q.dtype))
+    values = triton.dot((weights * value_scale).astype(q.dtype), v.astype(q.dtype), precision=HIGHEST)
     return out * kept[:, None] + values, new_top, total * kept + jnp.sum(weights, axis=1)
 
 
@@ -327,8 +330,8 @@ def verify_attention_reference(
 def _check(q, k, v, mask, cache, block_table, lengths, positions, window) -> None:
     batch, n, heads, dim = q.shape
     kv_heads = k.shape[2]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(f"q must be bfloat16 or float16, got {q.dtype}; cast it")
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype}; cast it")
     if not 1 <= n <= MAX_ROWS or dim & (dim - 1) or dim < 16 or heads % kv_heads:
         raise ValueError(
             f"q must be [B, 1 to {MAX_ROWS}, a multiple of {kv_heads}, a power of two from 16 on], got {list(q.shape)}"

@@ -120,7 +120,7 @@ def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
             state = _put_pending(state, k=_at(g)(state.pending.k, rows.k), v=_at(g)(state.pending.v, rows.v))
         # Read after the last write, or the whole pool is copied; the new rows lie beyond the lengths.
         context = Context(kv.k, kv.v, g, state.block_table, state.lengths)
-        x = x + output(layer.mixer, rows, attend(rows, mask, context))
+        x = x + output(layer.mixer, rows, attend(rows, mask, context, cfg.kernels))
     return add_mlp(layer, cfg, x), state.replace(kv=kv)
 
 

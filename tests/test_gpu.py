@@ -8,9 +8,14 @@ import pytest
 
 from qwen38_jax.block import chain_block
 from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint, unpack
+from qwen38_jax.drafters.modes import make_drafter
+from qwen38_jax.engine import Engine, Request
+from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.model import logits
 from qwen38_jax.params import init_params
+from qwen38_jax.sampling_params import SamplingParams
 from qwen38_jax.state import StateConfig, accept, flush, init_state
+from qwen38_jax.tokenizer import Tokenizer
 from tests.models import SMALL, assert_same_state, extend, prompt, run, small_params, with_dtype
 
 pytestmark = [
@@ -46,6 +51,28 @@ def test_bf16_is_close_to_fp32():
     error = np.asarray(rounded, np.float32) - np.asarray(exact)
     # Random layers of weight 0.3 amplify rounding: an H200 is 5 to 11 % away on such prompts, a CPU 5 to 12 %.
     assert np.sqrt(np.mean(error**2) / np.mean(np.asarray(exact) ** 2)) < 0.2
+
+
+def test_kernels_say_what_plain_jnp_says():
+    """A prompt of several chunks, copied in blocks of drafts, by the checkpoint that ships."""
+    checkpoint = load_checkpoint(SHIPPED_CHECKPOINT, dtype="bfloat16")
+    text = "\n".join(f"    total_{i} = scale * widths[{i}] + margin_{i * 7}" for i in range(24))
+    messages = [{"role": "user", "content": f"Repeat the code below exactly.\n\n{text}"}]
+    request = Request(
+        messages=messages, sampling=SamplingParams(temperature=0, max_new_tokens=256, seed=0), thinking=False
+    )
+    answers = [
+        Engine(
+            checkpoint.params,
+            dataclasses.replace(checkpoint.cfg, kernels=kernels),
+            Tokenizer.from_directory(SHIPPED_CHECKPOINT),
+            generation_config=checkpoint.generation_config,
+            speculation=make_drafter("mtp+lookup", checkpoint.params),
+        ).generate([request])[0]
+        for kernels in ("auto", "off")
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert len(answers[0].token_ids) > 100
 
 
 def test_large_leaves_are_streamed_to_the_device(tmp_path, monkeypatch):

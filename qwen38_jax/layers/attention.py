@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.verify_attention import MAX_ROWS, PagedCache, verify_attention
 from qwen38_jax.config import ModelConfig
+from qwen38_jax.layers.kernels import takes_kernels
 from qwen38_jax.layers.linear import PRECISION, linear
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import RopeTable, apply_rope
@@ -76,17 +78,37 @@ def output(layer: Attention, rows: Rows, attended: Array) -> Array:
     return linear(gated.astype(rows.gate.dtype), layer.o)
 
 
-def attend(rows: Rows, mask: Array, context: Context | None = None) -> Array:
+def attend(rows: Rows, mask: Array, context: Context | None = None, kernels: str = "off") -> Array:
     """Attention of each row over the context and over the block's rows that `mask [B, L, L]` lets it see.
 
     Returns fp32 `[B, L, heads, D]`; zero for a row that sees nothing. Split over the keys and merged by log-sum-exp
-    (Flash-Decoding, 2023), so that memory does not grow with the context.
+    (Flash-Decoding, 2023), so that memory does not grow with the context. `kernels`: see `ModelConfig`.
     """
+    if context is not None and rows.q.shape[1] <= MAX_ROWS and _has_kernel(rows, context, kernels):
+        return verify_attention(
+            rows.q,
+            rows.k,
+            rows.v,
+            mask,
+            PagedCache(context.k, context.v),
+            context.layer,
+            context.block_table,
+            context.lengths,
+            out_dtype=jnp.float32,
+            interpret=kernels == "interpret",
+        )
     q = group_queries(rows.q, rows.k.shape[2])
     partial = partial_attention(q, rows.k, rows.v, mask[:, None, None])
     if context is not None:
         partial = merge(partial, _attend_context(q, context))
     return normalise(partial)
+
+
+def _has_kernel(rows: Rows, context: Context, kernels: str) -> bool:
+    """Triton's blocks are powers of two, and tensor cores multiply by the 16: other heads and pages do without."""
+    dim, page = rows.q.shape[-1], context.k.shape[2]
+    fits = dim >= 16 and dim & (dim - 1) == 0 and page % 16 == 0
+    return fits and takes_kernels(kernels, rows.q.dtype)
 
 
 def partial_attention(q: Array, k: Array, v: Array, mask: Array) -> Partial:

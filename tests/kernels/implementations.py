@@ -13,16 +13,16 @@ IMPLEMENTATIONS = (
     pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")]),
 )
 
-# Programs of up to thousands of small operations that run once: compiling them is what takes long.
-_COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # later versions do not know it
-    _COMPILE_QUICKLY["xla_cpu_use_fusion_emitters"] = False
+# Options for programs of up to thousands of small operations that run once: compiling them is what takes long.
+COMPILE_QUICKLY = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+if COMPILE_QUICKLY and jax.__version_info__ < (0, 11):  # later versions do not know it
+    COMPILE_QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 def implementation(name, kernel, reference, **options):
     """The operation as one jitted function of arrays; `options` are the kernel's alone, such as its config."""
     function = reference if name == "reference" else functools.partial(kernel, **options, interpret=name == "interpret")
-    return jax.jit(function, compiler_options=_COMPILE_QUICKLY if jax.default_backend() == "cpu" else {})
+    return jax.jit(function, compiler_options=COMPILE_QUICKLY)
 
 
 def relative_rms(actual, expected) -> float:

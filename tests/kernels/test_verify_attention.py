@@ -148,7 +148,7 @@ def test_heuristics_fill_the_device_once(device, shape):
     for batch in (1, 3, 64):
         for n in VERIFY_ROWS:
             queries = n * shape.heads // shape.kv_heads
-            config = heuristics((batch, shape.kv_heads, queries, shape.head_dim), 32768, device)
+            config = heuristics((batch, shape.kv_heads, queries, shape.head_dim), 32768, shape.page, device)
             programs = batch * shape.kv_heads * -(-queries // config.rows)
             assert config.splits == 1 or programs * config.splits <= device.cores
             assert shape.page % config.keys == 0 and config.rows >= 16
@@ -164,7 +164,7 @@ def refuse(change, message, **options):
 
 
 def test_refuses():
-    refuse(dict(q=lambda q: q.astype(jnp.float32)), "cast it")
+    refuse(dict(q=lambda q: q.astype(jnp.int32)), "cast it")
     refuse(dict(q=lambda q: q[..., :12]), "a power of two")
     refuse(dict(k=lambda k: k[:, :1]), "k and v must be bfloat16")
     refuse(dict(mask=lambda m: m.astype(jnp.int32)), "mask must be bool")
@@ -173,4 +173,5 @@ def test_refuses():
     refuse(dict(cache=lambda c: PagedCache(c.k.astype(jnp.float16), c.v.astype(jnp.float16))), "int8 or bfloat16")
     refuse(dict(lengths=lambda t: t[:0]), "block_table and lengths")
     refuse({}, "a window, of at least 1, and positions go together", window=4)
-    refuse({}, "do not divide a page of 32", config=Config(16, 64, 1))
+    for keys in (64, 8):
+        refuse({}, "or do not divide a page of 32", config=Config(16, keys, 1))
