@@ -13,7 +13,7 @@ from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.mlp import mlp
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import rope_table
-from qwen38_jax.params import Params
+from qwen38_jax.params import Params, layer_at
 from qwen38_jax.state import State, check_block, nothing_pending, settled_full, settled_linear, write_rows
 
 Array = jax.Array
@@ -92,7 +92,7 @@ def _check(cfg: ModelConfig, block: Block, state: State, commit: bool, tap_layer
 
 def _linear_layer(params, cfg, i, x, block, state, commit):
     """Gated DeltaNet layer `i` of its kind, and its MLP: `x [B, L, H]` and the state after it."""
-    layer = _select(params.linear, i)
+    layer = layer_at(params.linear, i)
     recurrent, window = settled_linear(state, i)
     with jax.named_scope("gated_delta_net"):
         h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
@@ -110,7 +110,7 @@ def _linear_layer(params, cfg, i, x, block, state, commit):
 
 def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
     """Attention layer of group `g`, and its MLP: `x [B, L, H]` and the state after it."""
-    layer = _select(params.full, g)
+    layer = layer_at(params.full, g)
     with jax.named_scope("attention"):
         kv = settled_full(state, g)
         rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
@@ -128,10 +128,6 @@ def add_mlp(layer, cfg: ModelConfig, x: Array) -> Array:
     """The second half of every decoder layer: `x [B, L, H]` plus the MLP of its norm."""
     with jax.named_scope("mlp"):
         return x + mlp(layer.mlp, rms_norm(x, layer.post_norm, cfg.rms_norm_eps))
-
-
-def _select(stacked, i):
-    return jax.tree.map(lambda t: lax.dynamic_index_in_dim(t, i, keepdims=False), stacked)
 
 
 def _at(i):

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from qwen38_jax.config import DFlash2Config, ModelConfig
-from qwen38_jax.quantization import Weight
+from qwen38_jax.quantization import Indexed, QuantTensor, Weight
 
 Array = jax.Array
 
@@ -320,6 +321,15 @@ def _identity_conv_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array
 
 def _log_decay_init(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.05, 16.0))
+
+
+def layer_at(stacked, i: Array | int):
+    """Layer `i` of stacked parameters. Matrices in integers stay in their stacks (`Indexed`), for kernels to find."""
+
+    def pick(leaf):
+        return Indexed(leaf, i) if isinstance(leaf, QuantTensor) else lax.dynamic_index_in_dim(leaf, i, keepdims=False)
+
+    return jax.tree.map(pick, stacked, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
 
 
 def shapes(cfg: ModelConfig) -> Params:

@@ -24,7 +24,7 @@ from qwen38_jax.layers.mlp import mlp
 from qwen38_jax.layers.norm import plain_rms_norm
 from qwen38_jax.layers.rope import RopeTable, apply_rope, text_rope_table
 from qwen38_jax.model import logits
-from qwen38_jax.params import BlockAttention, BlockConv, DFlash2Layer, DFlash2Params, Params
+from qwen38_jax.params import BlockAttention, BlockConv, DFlash2Layer, DFlash2Params, Params, layer_at
 from qwen38_jax.state import StateConfig
 
 Array = jax.Array
@@ -152,7 +152,11 @@ def extend_context(
     with jax.named_scope("dflash2_context"):
         features = context_features(params, cfg, taps)
         rope = text_rope_table(positions, cfg.head_dim, cfg.rope_theta)
-        k, v = lax.map(lambda layer: _keys_values(layer, cfg, features, rope), params.layers.attention)
+
+        def keys_values(i):
+            return _keys_values(layer_at(params.layers.attention, i), cfg, features, rope)
+
+        k, v = lax.map(keys_values, jnp.arange(cfg.num_hidden_layers))
         size = context.positions.shape[1]
         oldest = jnp.min(jnp.where(keep, positions, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
         held = jnp.where(context.positions < oldest, context.positions, -1)
@@ -185,11 +189,12 @@ def block_hidden(params: DFlash2Params, cfg: DFlash2Config, context: ContextCach
         rope = text_rope_table(positions, cfg.head_dim, cfg.rope_theta)
         masks = block_masks(cfg, context, positions, start)
 
-        def layer(x, weights_k_v):
-            weights, k, v = weights_k_v
-            return _layer(weights, cfg, x, rope, k, v, masks), None
+        def layer(x, i_k_v):
+            i, k, v = i_k_v
+            return _layer(layer_at(params.layers, i), cfg, x, rope, k, v, masks), None
 
-        x, _ = lax.scan(layer, x.astype(cfg.dtype), (params.layers, context.k, context.v))
+        layers = jnp.arange(cfg.num_hidden_layers)
+        x, _ = lax.scan(layer, x.astype(cfg.dtype), (layers, context.k, context.v))
         return plain_rms_norm(x, params.norm, cfg.rms_norm_eps)
 
 

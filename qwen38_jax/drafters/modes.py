@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,7 +11,10 @@ from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.layers.linear import rows_of
 from qwen38_jax.params import DraftHead, Params
+from qwen38_jax.quantization import LAYOUTS, QuantTensor, in_rows
 from qwen38_jax.spec_config import MODES, SpecConfig
+
+Array = jax.Array
 
 MTP_TOKENS = 4
 LOOKUP_TOKENS = 15  # 16 rows: what a tile of a matrix product takes anyway
@@ -87,4 +91,11 @@ def cut_draft_head(params: Params, ids: Sequence[int] | np.ndarray, *, vocab_siz
         raise ValueError(f"draft vocabulary must be ascending ids in [0, {vocab_size - 1}], got {ids}")
     head = params.embed if params.lm_head is None else params.lm_head
     ids = jnp.asarray(ids, jnp.int32)
-    return DraftHead(rows_of(head, ids), ids)
+    return DraftHead(_rows(head, ids), ids)
+
+
+@jax.jit
+def _rows(head: Array | QuantTensor, ids: Array) -> Array | QuantTensor:
+    """Rows of a head, in the layout of that."""
+    rows = rows_of(in_rows(head), ids)
+    return LAYOUTS[head.layout].pack(rows) if isinstance(head, QuantTensor) else rows

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, dequantize
+from pallas_kernels.int4_matmul import int4_matmul
+from pallas_kernels.int8_matmul import int8_matmul
+from qwen38_jax.layers.kernels import takes_kernels
+from qwen38_jax.quantization import Indexed, QuantTensor, RowBlocks, Weight, dequantize, kernel_weight
 
 Array = jax.Array
 
@@ -15,16 +18,38 @@ PRECISION = lax.Precision.HIGHEST
 def linear(x: Array, w: Weight, out_dtype: jnp.dtype | None = None) -> Array:
     """`x [..., K] @ w [N, K].T -> [..., N]`, summed in fp32, in `x.dtype` unless `out_dtype` says otherwise.
 
-    A quantised `w` is dequantised to `x.dtype` first.
+    Integers in the layout "mma" are read by their kernel where there is one: on a GPU, for rows of half precision.
+    Elsewhere, and in another layout, a quantised `w` is dequantised to `x.dtype` first.
     """
     if isinstance(w, RowBlocks):
         return jnp.concatenate([linear(x, block, out_dtype) for block in w.blocks], axis=-1)
-    if isinstance(w, QuantTensor):
+    if isinstance(w, (QuantTensor, Indexed)):
+        stack, layer = (w.stack, w.layer) if isinstance(w, Indexed) else (w, None)
+        if stack.layout == "mma" and takes_kernels("auto", x.dtype):
+            return packed_linear(x, stack, layer, out_dtype)
         w = dequantize(w, x.dtype)
     # Not asked of half precision: its gradient meets cotangents of fp32 and would leave the tensor cores.
     precision = PRECISION if x.dtype == jnp.float32 else None
     y = jnp.einsum("...k,nk->...n", x, w, precision=precision, preferred_element_type=jnp.float32)
     return y.astype(out_dtype or x.dtype)
+
+
+def packed_linear(
+    x: Array,
+    w: QuantTensor,
+    layer: Array | int | None = None,
+    out_dtype: jnp.dtype | None = None,
+    *,
+    interpret: bool = False,
+) -> Array:
+    """`linear` through the kernel, for `x` of half precision and `w` in the layout "mma".
+
+    layer: which matrix of a stack `[layers, N, K]`; None if there is no stack. interpret: see `kernel_call`.
+    """
+    multiply = int4_matmul if w.bits == 4 else int8_matmul
+    rows = x.reshape(-1, x.shape[-1])
+    y = multiply(rows, kernel_weight(w), layer, out_dtype=out_dtype, interpret=interpret)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def embed(table: Weight, ids: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from qwen38_jax.quantization.tensor import (
     LAYOUTS,
+    Indexed,
     Layout,
     QuantTensor,
     RowBlocks,
@@ -9,12 +10,14 @@ from qwen38_jax.quantization.tensor import (
     dequantize,
     in_rows,
     is_quantised,
+    kernel_weight,
     quant_tensor,
     quantize,
 )
 
 __all__ = [
     "LAYOUTS",
+    "Indexed",
     "Layout",
     "QuantTensor",
     "RowBlocks",
@@ -22,6 +25,7 @@ __all__ = [
     "dequantize",
     "in_rows",
     "is_quantised",
+    "kernel_weight",
     "quant_tensor",
     "quantize",
 ]

@@ -12,6 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
+
+from pallas_kernels import int4_matmul as int4
+from pallas_kernels import int8_matmul as int8
 
 Array = jax.Array
 
@@ -35,6 +39,8 @@ class QuantTensor:
       group: columns that share a scale; K when there is one scale per row (per channel).
       dtype: of the matrix that this stands for, as an array has one.
       layout: how the arrays are arranged, one of `LAYOUTS`; "rows" is the order described here.
+      scale_dtype: of `scales`, which another layout may hold as words.
+      n: N, in a layout that pads it; None where the arrays tell.
     """
 
     codes: Array
@@ -45,6 +51,8 @@ class QuantTensor:
     group: int = struct.field(pytree_node=False)
     dtype: str = struct.field(pytree_node=False)
     layout: str = struct.field(pytree_node=False)
+    scale_dtype: str = struct.field(pytree_node=False)
+    n: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,7 +79,50 @@ class Layout(NamedTuple):
     unpack: Callable[[QuantTensor], QuantTensor]
 
 
-LAYOUTS = {"rows": Layout(pack=lambda w: w, unpack=lambda w: w)}
+def _pack_mma(w: QuantTensor) -> QuantTensor:
+    """Of what the layout cannot hold the packers refuse group sizes of 8-bit codes, and scales of 32 bits."""
+    if w.zeros is not None or w.group_of is not None:
+        what = "zero points" if w.zeros is not None else "columns out of order (act-order)"
+        raise ValueError(f"the layout 'mma' has no place for {what}: keep the matrix in the layout 'rows'")
+    if w.bits == 4 and w.group != int4.GROUP:
+        raise ValueError(f"the layout 'mma' takes 4-bit codes in groups of {int4.GROUP} columns, got {w.group}")
+    packed = (int4.pack_int4 if w.bits == 4 else int8.pack_int8)(w.codes, w.scales)
+    return w.replace(codes=packed.words, scales=packed.scales, layout="mma", n=packed.n)
+
+
+def _unpack_mma(w: QuantTensor) -> QuantTensor:
+    codes, scales = (int4.unpack_int4 if w.bits == 4 else int8.unpack_int8)(kernel_weight(w))
+    return w.replace(codes=codes, scales=scales, layout="rows", n=None)
+
+
+def kernel_weight(w: QuantTensor) -> int4.Int4Weight | int8.Int8Weight:
+    """A matrix in the layout "mma" as the kernels take it; no array is copied."""
+    if w.bits == 4:
+        return int4.Int4Weight(w.codes, w.scales, w.n, w.scale_dtype)
+    return int8.Int8Weight(w.codes, w.scales, w.n, w.group, w.scale_dtype)
+
+
+# "mma": the order in which tensor cores take the codes; `pack_int4` and `pack_int8` say it in full. N is padded to a
+# multiple of 64, and codes and scales are int32 words `[..., ceil(N / 64), ...]`.
+LAYOUTS = {"rows": Layout(pack=lambda w: w, unpack=lambda w: w), "mma": Layout(_pack_mma, _unpack_mma)}
+
+
+@struct.dataclass
+class Indexed:
+    """One matrix of a stack in integers that nothing has cut out of it: a slice would be copied, a kernel needs none.
+
+    Attributes:
+      stack: matrices along one leading axis.
+      layer: which of them, an int32 scalar.
+    """
+
+    stack: QuantTensor
+    layer: Array | int
+
+    @property
+    def matrix(self) -> QuantTensor:
+        """The matrix, cut out."""
+        return jax.tree.map(lambda t: lax.dynamic_index_in_dim(t, self.layer, keepdims=False), self.stack)
 
 
 @struct.dataclass
@@ -82,7 +133,7 @@ class RowBlocks:
       blocks: matrices of K columns, from the first row to the last, with the same leading axes.
     """
 
-    blocks: tuple[Array | QuantTensor, ...]
+    blocks: tuple[Array | QuantTensor | Indexed, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,7 +153,7 @@ class RowBlocks:
         return self.replace(blocks=tuple(block.astype(dtype) for block in self.blocks))
 
 
-Weight = Array | QuantTensor | RowBlocks
+Weight = Array | QuantTensor | Indexed | RowBlocks
 
 
 def is_quantised(leaf) -> bool:
@@ -144,7 +195,7 @@ def quant_tensor(
             f"group_of must be int32{[*rows[:-1], columns]} for this matrix, got {group_of.dtype}{list(group_of.shape)}"
         )
     group = columns // scales.shape[-1]
-    return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, "rows")
+    return QuantTensor(codes, scales, zeros, group_of, bits, group, jnp.dtype(dtype).name, "rows", scales.dtype.name)
 
 
 def in_rows(w: Weight) -> Weight:
@@ -158,6 +209,8 @@ def dequantize(w: Weight, dtype: str | None = None) -> Array:
     """The matrix `[..., N, K]`: `(code - zero) * scale` in fp32, then cast to `dtype` (None: `w.dtype`)."""
     if isinstance(w, RowBlocks):
         return jnp.concatenate([dequantize(block, dtype) for block in w.blocks], axis=-2)
+    if isinstance(w, Indexed):
+        return dequantize(w.matrix, dtype)
     if not isinstance(w, QuantTensor):
         return w.astype(dtype or w.dtype)
     w = in_rows(w)

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 
-from qwen38_jax.drafters.modes import make_drafter
+from qwen38_jax.drafters.modes import cut_draft_head, make_drafter
+from qwen38_jax.quantization import LAYOUTS, in_rows, quantize
 from tests.models import small_params
 
 
@@ -51,3 +54,14 @@ def test_a_checkpoint_without_the_head():
     headless = dataclasses.replace(small_params(), mtp=None)
     with pytest.raises(ValueError, match="has none"):
         make_drafter("mtp", headless)
+
+
+def test_rows_are_cut_from_a_head_whatever_its_layout():
+    head = quantize(jax.random.normal(jax.random.key(0), (130, 64)), 8, 64)
+    params = dataclasses.replace(small_params(), lm_head=head)
+    packed = dataclasses.replace(params, lm_head=LAYOUTS["mma"].pack(head))
+    ids = [0, 63, 64, 129]
+    a, b = (cut_draft_head(p, ids, vocab_size=130) for p in (params, packed))
+    assert (a.weight.layout, b.weight.layout, b.weight.shape) == ("rows", "mma", (4, 64))
+    np.testing.assert_array_equal(a.weight.codes, head.codes[np.array(ids)])
+    jax.tree.map(np.testing.assert_array_equal, in_rows(b.weight), a.weight)
