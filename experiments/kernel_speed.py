@@ -7,8 +7,9 @@ First the result is compared with the reference. Then a loop on the device calls
 of a stack several times the size of the cache, so that weights come from memory as they do in a decode step. Loops of
 two lengths are timed; the difference, over that of the lengths, is the time of a call: without what it takes to start a
 loop, but with the gaps between kernels and whatever else of a call is left to XLA, such as adding up partial sums. The
-floor is the bytes that have to be moved at the rate at which this card, in this run, reads a large array; the column
-"read" is what adding up as many bytes takes, from the same kind of stack.
+floor is what takes longer: the bytes that have to be moved, at the rate at which this card, in this run, reads a large
+array, or the operations, at the rate of a large product of bf16 matrices. The column "read" is what adding up as many
+bytes takes, from the same kind of stack; "plain" is the same attention in plain JAX, with its pages gathered first.
 """
 
 import argparse
@@ -38,6 +39,7 @@ COLUMNS = (
     "teraflops=TFLOP/s",
     "fraction=of the floor",
     "read_microseconds=read, us",
+    "plain_microseconds=plain, us",
     "relative_rms=error",
 )
 
@@ -55,6 +57,19 @@ def time_read(nbytes: int, layers: int) -> float:
     """Seconds that adding up `nbytes` takes."""
     stack = jnp.ones((layers, nbytes // 4), jnp.int32)
     return time_call(lambda stack, layer: jnp.sum(stack[layer]), (stack,), layers, nbytes / 2e12).median
+
+
+def dense_rate(n: int = 8192) -> float:
+    """Operations per second of a product of large bf16 matrices."""
+    a, b = jax.random.normal(jax.random.key(0), (2, n, n), jnp.bfloat16)
+    timing = time_call(
+        lambda a, b, layer: a @ b,
+        (a, b * n**-0.5),  # so that products of products stay as large as they are
+        1,
+        2 * n**3 / 8e14,
+        advance=lambda arguments, product: (product, arguments[1]),
+    )
+    return 2 * n**3 / timing.median
 
 
 def time_call(
@@ -99,12 +114,17 @@ def relative_rms(case: Case, arguments: tuple) -> float:
     return float(np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)))
 
 
-def case_record(case: Case, rate: float, repeats: int) -> dict[str, Any]:
+def case_record(case: Case, read: float, dense: float, repeats: int) -> dict[str, Any]:
+    """What came out for a case, on a card that reads so many bytes and does so many operations per second."""
     arguments = jax.jit(case.make)(jax.random.key(0))
     error = relative_rms(case, arguments)
     if not error <= case.tolerance:
         raise WrongResult(f"relative rms {error:.2e}, allowed {case.tolerance:.0e}")
-    timing = time_call(case.function, arguments, case.layers, case.nbytes / rate, repeats, case.advance)
+    floor = max(case.nbytes / read, case.operations / dense)
+    timing = time_call(case.function, arguments, case.layers, floor, repeats, case.advance)
+    plain = None
+    if case.plain is not None:
+        plain = 1e6 * time_call(case.plain, arguments, case.layers, 5 * floor, repeats).median
     del arguments
     return new_record(
         QUESTION,
@@ -115,10 +135,12 @@ def case_record(case: Case, rate: float, repeats: int) -> dict[str, Any]:
             "microseconds": 1e6 * timing.median,
             "gigabytes_per_second": case.nbytes / timing.median / 1e9,
             "teraflops": case.operations / timing.median / 1e12,
-            "fraction": case.nbytes / rate / timing.median,
+            "fraction": floor / timing.median,
             "nbytes": case.nbytes,
             "read_microseconds": 1e6 * time_read(case.nbytes, case.layers),
-            "read_rate_gigabytes_per_second": rate / 1e9,
+            "plain_microseconds": plain,
+            "read_rate_gigabytes_per_second": read / 1e9,
+            "dense_rate_teraflops": dense / 1e12,
             "relative_rms": error,
         },
         repeats=repeats,
@@ -137,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = [c for c in cases if args.only in c.name and (not args.rows or c.rows in args.rows)]
     if not wanted:
         sys.exit(f"error: no case has {args.only!r} in its name")
-    rate, records, failed = read_rate(), [], []
+    read, dense, records, failed = read_rate(), dense_rate(), [], []
     for case in wanted:
         try:
-            records.append(case_record(case, rate, args.repeats))
+            records.append(case_record(case, read, dense, args.repeats))
         except Exception as error:  # whatever is wrong with one, the others are worth timing
             failed.append(case.name)
             print(f"{case.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

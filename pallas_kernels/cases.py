@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from pallas_kernels import gated_delta_net as gdn
 from pallas_kernels import int4_matmul as int4
 from pallas_kernels import int8_matmul as int8
+from pallas_kernels import prefill_attention as prefill
 from pallas_kernels import verify_attention as attention
+from pallas_kernels._paged_attention import read_pages
 from pallas_kernels.device import Device
 from pallas_kernels.shapes import (
     BATCH_ROWS,
@@ -22,6 +24,7 @@ from pallas_kernels.shapes import (
     GATED_DELTA_NET,
     INT8_MATMULS,
     MATMULS,
+    PREFILLS,
     VERIFY_ROWS,
     Attention,
     GatedDeltaNet,
@@ -31,6 +34,7 @@ from pallas_kernels.shapes import (
 Array = jax.Array
 
 GROUP = 128  # columns that share a scale
+_MOST_SCORES = 4e9  # bytes of fp32 that a plain version may make
 # How many layers to stack, given how many the model has and the bytes that a call reads of one.
 Layers = Callable[[int, int], int]
 
@@ -44,12 +48,13 @@ class Case:
       layers: of which each call takes one.
       make: random arguments from a key; what is stacked has `layers` of them.
       function: of the arguments and, last, of the layer.
-      advance: the arguments of the next call, given those of a call and its result.
       reference: the same in plain JAX.
       nbytes: that a call must read and write at the least.
       operations: multiplications and additions of a call.
       tolerance: relative rms of the difference between function and reference.
       together: whether the kernel's schedule wants all its programs to run at once.
+      advance: the arguments of the next call, given those of a call and its result.
+      plain: the same as one writes it in JAX for speed, where that differs from the reference and fits a GPU.
     """
 
     kernel: str
@@ -64,6 +69,7 @@ class Case:
     tolerance: float
     together: bool
     advance: Callable[[tuple[Any, ...], Any], tuple[Any, ...]] = lambda arguments, result: arguments
+    plain: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -85,6 +91,8 @@ def all_cases(device: Device, layers: Layers = lambda layers, nbytes: layers) ->
         for tokens in CONTEXTS:
             for rows in VERIFY_ROWS:
                 yield _verify_attention(FULL_ATTENTION, tokens, None, rows, dtype, device, layers)
+        for rows, tokens in PREFILLS:
+            yield _prefill_attention(FULL_ATTENTION, tokens, rows, dtype, device, layers)
     for dtype in ("float32", "float16"):
         for slots, rows in ((1, 1), (1, 8), (1, 16), (1, 32), (64, 8)):
             yield _gated_delta_net(GATED_DELTA_NET, slots, rows, dtype, device, layers)
@@ -124,30 +132,49 @@ def _packed_matmul(bits: int, activation_bits: int, shape: Matmul, rows: int, de
     )
 
 
+def _kv_bytes(shape: Attention, tokens: int, dtype: str) -> int:
+    scale_bytes = 4 * shape.kv_heads if dtype == "int8" else 0
+    return 2 * tokens * (shape.kv_heads * shape.head_dim * jnp.dtype(dtype).itemsize + scale_bytes)
+
+
+def _paged_cache(
+    key: Array, shape: Attention, tokens: int, dtype: str, stack: int
+) -> tuple[attention.PagedCache, Array]:
+    """Of one sequence, and its block table."""
+    keys = jax.random.split(key, 5)
+    pages = tokens // shape.page
+    pool = (stack, pages, shape.page, shape.kv_heads, shape.head_dim)
+    if dtype == "int8":
+        stored = [jax.random.randint(keys[i], pool, -127, 128, jnp.int8) for i in range(2)]
+        stored += [jax.random.uniform(keys[2 + i], pool[:4], jnp.float32, 0.005, 0.02) for i in range(2)]
+    else:
+        stored = [jax.random.normal(keys[i], pool, dtype) for i in range(2)]
+    return attention.PagedCache(*stored), jax.random.permutation(keys[4], pages).astype(jnp.int32)[None]
+
+
+def _plain_attention(q, cache, layer, table, readable, own_k=(), own_v=()):
+    """Gathers pages, then XLA's attention with a mask `[B, 1, L, keys]`."""
+    k, v = (
+        jnp.concatenate([read_pages(pool, scale, layer, table).astype(q.dtype), *own], axis=1)
+        for pool, scale, own in ((cache.k, cache.k_scale, own_k), (cache.v, cache.v_scale, own_v))
+    )
+    return jax.nn.dot_product_attention(q, k, v, mask=readable, implementation="xla")
+
+
 def _verify_attention(
     shape: Attention, tokens: int, window: int | None, rows: int, dtype: str, device: Device, layers: Layers
 ) -> Case:
     """One sequence of `tokens` tokens."""
-    width = shape.kv_heads * shape.head_dim
-    scale_bytes = 4 * shape.kv_heads if dtype == "int8" else 0
-    nbytes = 2 * tokens * (width * jnp.dtype(dtype).itemsize + scale_bytes)
+    nbytes = _kv_bytes(shape, tokens, dtype)
     stack = layers(shape.layers, nbytes)
-    pages = tokens // shape.page
 
     def make(key):
-        keys = jax.random.split(key, 7)
-        pool = (stack, pages, shape.page, shape.kv_heads, shape.head_dim)
+        keys = jax.random.split(key, 4)
         q, k, v = (
             jax.random.normal(keys[i], (1, rows, heads, shape.head_dim), jnp.bfloat16)
             for i, heads in enumerate((shape.heads, shape.kv_heads, shape.kv_heads))
         )
-        if dtype == "int8":
-            stored = [jax.random.randint(keys[3 + i], pool, -127, 128, jnp.int8) for i in range(2)]
-            stored += [jax.random.uniform(keys[5 + i], pool[:4], jnp.float32, 0.005, 0.02) for i in range(2)]
-        else:
-            stored = [jax.random.normal(keys[3 + i], pool, dtype) for i in range(2)]
-        table = jax.random.permutation(keys[0], pages).astype(jnp.int32)[None]
-        return q, k, v, attention.PagedCache(*stored), table
+        return q, k, v, *_paged_cache(keys[3], shape, tokens, dtype, stack)
 
     config = attention.heuristics(
         (1, shape.kv_heads, rows * shape.heads // shape.kv_heads, shape.head_dim), tokens, shape.page, device
@@ -158,6 +185,11 @@ def _verify_attention(
         lengths = jnp.full(1, tokens, jnp.int32)
         positions = None if window is None else lengths[:, None] + jnp.arange(rows)
         return function(q, k, v, mask, cache, layer, table, lengths, positions=positions, window=window)
+
+    def plain(q, k, v, cache, table, layer):
+        position, key = tokens + jnp.arange(rows)[:, None], jnp.arange(tokens + rows)
+        readable = (key <= position) & (key > position - (window or tokens + rows))
+        return _plain_attention(q, cache, layer, table, readable[None, None], [k], [v])
 
     return Case(
         f"attention_{dtype}",
@@ -171,6 +203,43 @@ def _verify_attention(
         operations=4 * rows * shape.heads * shape.head_dim * tokens,
         tolerance=1e-2,
         together=False,
+        plain=plain,
+    )
+
+
+def _prefill_attention(shape: Attention, tokens: int, rows: int, dtype: str, device: Device, layers: Layers) -> Case:
+    """The last `rows` of one sequence of `tokens` tokens."""
+    nbytes = _kv_bytes(shape, tokens, dtype)
+    stack = layers(shape.layers, nbytes)
+
+    def make(key):
+        keys = jax.random.split(key, 2)
+        q = jax.random.normal(keys[0], (1, rows, shape.heads, shape.head_dim), jnp.bfloat16)
+        return q, *_paged_cache(keys[1], shape, tokens, dtype, stack)
+
+    positions = tokens - rows + jnp.arange(rows, dtype=jnp.int32)[None]
+
+    def run(function, q, cache, table, layer):
+        return function(q, cache, layer, table, positions)
+
+    def plain(q, cache, table, layer):
+        readable = jnp.arange(tokens) <= positions[..., None]
+        return _plain_attention(q, cache, layer, table, readable[None])
+
+    config = prefill.heuristics(shape.head_dim, jnp.dtype(dtype), shape.page, device)
+    return Case(
+        f"prefill_{dtype}",
+        f"{shape.name}_{tokens}",
+        rows,
+        stack,
+        make,
+        functools.partial(run, functools.partial(prefill.prefill_attention, config=config)),
+        functools.partial(run, prefill.prefill_attention_reference),
+        nbytes=nbytes + 2 * 2 * rows * shape.heads * shape.head_dim,
+        operations=4 * shape.heads * shape.head_dim * rows * (2 * tokens - rows + 1) // 2,
+        tolerance=1e-2,
+        together=False,
+        plain=plain if 4 * shape.heads * rows * tokens < _MOST_SCORES else None,
     )
 
 

@@ -52,6 +52,7 @@ FULL_ATTENTION = Attention("full_attention", 24, 4, 256, 64, 16)
 DRAFTER_ATTENTION = Attention("dflash2_attention", 32, 8, 128, 64, 5)
 DRAFTER_WINDOW = 2048
 CONTEXTS = (1536, 25600, 131072)
+PREFILLS = ((512, 8192), (2048, 8192), (2048, 32768), (2048, 131072))  # rows of a chunk, tokens up to its end
 
 
 class GatedDeltaNet(NamedTuple):

@@ -20,28 +20,23 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels._call import kernel_call
 from pallas_kernels._instructions import HIGHEST
+from pallas_kernels._paged_attention import (
+    LOG2_E,
+    LOWEST,
+    PagedCache,
+    add_keys,
+    check_cache,
+    check_keys,
+    nothing_read,
+    read_pages,
+    tile_place,
+)
 from pallas_kernels.device import Device, current_device
 
 Array = jax.Array
 
 MAX_ROWS = 64  # of a block
-_LOWEST = -1e30  # a score that nothing is below; finite, so that differences are numbers
 _MERGED_AT_ONCE = 16  # partial sums of a row
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "k_scale", "v_scale"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class PagedCache:
-    """Keys and values of several layers, in pages.
-
-    k, v: `[layers, pages, page, kv_heads, D]`, of the dtype of the queries, or int8.
-    k_scale, v_scale: fp32 `[layers, pages, page, kv_heads]`, by which int8 is multiplied; None otherwise.
-    """
-
-    k: Array
-    v: Array
-    k_scale: Array | None = None
-    v_scale: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +113,7 @@ def verify_attention(
     group = heads // kv_heads
     capacity = block_table.shape[1] * page
     config = config or heuristics((batch, kv_heads, n * group, dim), capacity, page, current_device())
-    if page % config.keys or config.keys < 16:
-        raise ValueError(f"{config.keys} keys read at a time are fewer than 16 or do not divide a page of {page}")
+    check_keys(config.keys, page)
     padded = -(-n * group // config.rows) * config.rows
     keys = max(16, 1 << (n - 1).bit_length())  # of the block, as a matrix product wants them
 
@@ -137,15 +131,18 @@ def verify_attention(
         oldest = _pad(jnp.repeat(positions, group, axis=1), 1, padded) - (window - 1)
 
     kernel = functools.partial(
-        _split_kernel, config=config, scale=dim**-0.5, windowed=window is not None, scaled=cache.k_scale is not None
+        _split_kernel,
+        config=config,
+        scale=dim**-0.5 * LOG2_E,
+        windowed=window is not None,
+        scaled=cache.k_scale is not None,
     )
-    scales = [] if cache.k_scale is None else [cache.k_scale, cache.v_scale]
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = [layer, block_table, starts, lengths, oldest, queries, own_k, own_v, own_mask, cache.k, cache.v, *scales]
+    operands = [layer, block_table, starts, lengths, oldest, queries, own_k, own_v, own_mask, cache.k, cache.v]
     numbers = jax.ShapeDtypeStruct((batch, kv_heads, padded, config.splits), jnp.float32)
     partial = kernel_call(
         kernel,
-        operands,
+        operands + cache.scales,
         [jax.ShapeDtypeStruct((*numbers.shape, dim), jnp.float32), numbers, numbers],
         name="verify_attention",
         grid=(padded // config.rows, config.splits, batch * kv_heads),
@@ -191,19 +188,16 @@ def _split_kernel(
     out_ref, top_ref, total_ref = refs[-3:]
     rows, keys, splits = config.rows, config.keys, config.splits
     kv_heads, dim = q_ref.shape[1], q_ref.shape[3]
-    pages, page = k_ref.shape[1:3]
     first, split, sequence = pl.program_id(0) * rows, pl.program_id(1), lax.div(pl.program_id(2), kv_heads)
     head = lax.rem(pl.program_id(2), kv_heads)
     layer, length = layer_ref[0], lengths_ref[sequence]
-    # Everything from here on is in powers of two, for which there is an instruction.
     q = triton.load(q_ref.at[sequence, head, pl.ds(first, rows), :])
-    scale = scale * math.log2(math.e)
 
     def own(carry):
         k = triton.load(own_k_ref.at[sequence, head, :, :])
         v = triton.load(own_v_ref.at[sequence, head, :, :])
         readable = triton.load(own_mask_ref.at[sequence, pl.ds(first, rows), :]) != 0
-        return _attend(carry, q, k, v, scale, 1.0, readable)
+        return add_keys(carry, q, k, v, scale, 1.0, readable)
 
     begin_tile, end_tile = lax.div(starts_ref[sequence], keys), lax.div(length + (keys - 1), keys)
     tiles = end_tile - begin_tile
@@ -213,11 +207,8 @@ def _split_kernel(
         oldest = triton.load(oldest_ref.at[sequence, pl.ds(first, rows)])
 
     def read(tile, carry):
-        token = tile * keys
-        # A sequence that is no longer decoded may have a length, but no pages.
-        entry = jnp.minimum(table_ref[sequence, lax.div(token, page)], pages - 1)
-        place = (layer, entry, pl.ds(lax.rem(token, page), keys), head)
-        tokens = token + lax.iota(jnp.int32, keys)
+        place = tile_place(layer, table_ref, k_ref, sequence, head, tile, keys)
+        tokens = tile * keys + lax.iota(jnp.int32, keys)
         exists = tokens < length
         k = triton.load(k_ref.at[(*place, slice(None))])
         # Memory that nothing has written may hold NaN, which a weight of zero would not remove.
@@ -229,31 +220,14 @@ def _split_kernel(
         if scaled:
             key_scale = scale * triton.load(k_scale_ref.at[place])[None, :]
             value_scale = triton.load(v_scale_ref.at[place], mask=exists, other=0.0)[None, :]
-        return _attend(carry, q, k, v, key_scale, value_scale, jnp.broadcast_to(readable, (rows, keys)))
+        return add_keys(carry, q, k, v, key_scale, value_scale, jnp.broadcast_to(readable, (rows, keys)))
 
-    carry = (
-        jnp.zeros((rows, dim), jnp.float32),
-        jnp.full((rows,), _LOWEST, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
-    )
-    carry = lax.cond(split == 0, own, lambda carry: carry, carry)
+    carry = lax.cond(split == 0, own, lambda carry: carry, nothing_read(rows, dim))
     out, top, total = lax.fori_loop(begin, end, read, carry)
 
     triton.store(out_ref.at[sequence, head, pl.ds(first, rows), split, :], out)
     triton.store(top_ref.at[sequence, head, pl.ds(first, rows), split], top)
     triton.store(total_ref.at[sequence, head, pl.ds(first, rows), split], total)
-
-
-def _attend(carry, q, k, v, key_scale, value_scale, readable):
-    """Adds keys to the softmax of `carry`: sums of values `[rows, D]`, largest scores and sums of weights `[rows]`."""
-    out, top, total = carry
-    scores = triton.dot(q, k.astype(q.dtype), trans_b=True, precision=HIGHEST) * key_scale
-    scores = jnp.where(readable, scores, -jnp.inf)
-    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - new_top[:, None])
-    kept = jnp.exp2(top - new_top)
-    values = triton.dot((weights * value_scale).astype(q.dtype), v.astype(q.dtype), precision=HIGHEST)
-    return out * kept[:, None] + values, new_top, total * kept + jnp.sum(weights, axis=1)
 
 
 def _merge_kernel(partial_ref, top_ref, total_ref, out_ref, *, group: int, splits: int):
@@ -262,14 +236,14 @@ def _merge_kernel(partial_ref, top_ref, total_ref, out_ref, *, group: int, split
     dim = out_ref.shape[-1]
     padded = 1 << (splits - 1).bit_length()
     split = lax.iota(jnp.int32, padded)
-    top = triton.load(top_ref.at[sequence, head, row, split], mask=split < splits, other=_LOWEST)
+    top = triton.load(top_ref.at[sequence, head, row, split], mask=split < splits, other=LOWEST)
     total = triton.load(total_ref.at[sequence, head, row, split], mask=split < splits, other=0.0)
     highest = jnp.max(top)
     norm = jnp.sum(total * jnp.exp2(top - highest))
 
     def add(i, out):
         split = i * count + lax.iota(jnp.int32, count)
-        top = triton.load(top_ref.at[sequence, head, row, split], mask=split < splits, other=_LOWEST)
+        top = triton.load(top_ref.at[sequence, head, row, split], mask=split < splits, other=LOWEST)
         place = partial_ref.at[sequence, head, row, split[:, None], lax.broadcasted_iota(jnp.int32, (1, dim), 1)]
         mask = jnp.broadcast_to((split < splits)[:, None], (count, dim))
         partial = triton.load(place, mask=mask, other=0.0)
@@ -299,15 +273,8 @@ def verify_attention_reference(
     """What `verify_attention` must equal, in fp32."""
     batch, n, heads, dim = q.shape
     kv_heads = k.shape[2]
-
-    def read(pool, scale):  # [B, tokens, kv_heads, D]
-        tokens = pool[layer].at[block_table].get(mode="clip").astype(jnp.float32)
-        if scale is not None:
-            tokens = tokens * scale[layer].at[block_table].get(mode="clip")[..., None]
-        return tokens.reshape(batch, -1, kv_heads, dim)
-
     keys, values = (
-        jnp.concatenate([read(pool, scale), own.astype(jnp.float32)], axis=1)
+        jnp.concatenate([read_pages(pool, scale, layer, block_table), own.astype(jnp.float32)], axis=1)
         for pool, scale, own in ((cache.k, cache.k_scale, k), (cache.v, cache.v_scale, v))
     )
     capacity = keys.shape[1] - n
@@ -318,7 +285,7 @@ def verify_attention_reference(
     queries = q.reshape(batch, n, kv_heads, -1, dim).astype(jnp.float32)
     scores = jnp.einsum("blgrd,bsgd->bgrls", queries, keys, precision=HIGHEST) * dim**-0.5
     scores = jnp.where(readable, scores, -jnp.inf)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
     weights = jnp.where(readable, jnp.exp(scores - top), 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
@@ -328,37 +295,20 @@ def verify_attention_reference(
 
 
 def _check(q, k, v, mask, cache, block_table, lengths, positions, window) -> None:
-    batch, n, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype}; cast it")
-    if not 1 <= n <= MAX_ROWS or dim & (dim - 1) or dim < 16 or heads % kv_heads:
-        raise ValueError(
-            f"q must be [B, 1 to {MAX_ROWS}, a multiple of {kv_heads}, a power of two from 16 on], got {list(q.shape)}"
-        )
+    check_cache(cache, q, block_table)
+    batch, n, _, dim = q.shape
+    kv_heads = cache.k.shape[3]
+    if not 1 <= n <= MAX_ROWS:
+        raise ValueError(f"q must have 1 to {MAX_ROWS} rows, got {n}")
     own = (batch, n, kv_heads, dim)
     if k.shape != own or v.shape != own or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
             f"k and v must be {q.dtype}{list(own)} for this q, got {k.dtype}{list(k.shape)}, {v.dtype}{list(v.shape)}"
         )
-    pool = cache.k.shape
-    if cache.v.shape != pool or len(pool) != 5 or pool[3:] != (kv_heads, dim):
-        raise ValueError(
-            f"the cache must be [layers, pages, page, {kv_heads}, {dim}], got {list(pool)} and {list(cache.v.shape)}"
-        )
-    int8 = cache.k.dtype == jnp.int8
-    if cache.v.dtype != cache.k.dtype or not (int8 or cache.k.dtype == q.dtype):
-        raise ValueError(f"the cache must be int8 or {q.dtype} as q, got {cache.k.dtype} and {cache.v.dtype}")
-    for scale in (cache.k_scale, cache.v_scale):
-        if (scale is not None) != int8 or (int8 and (scale.shape != pool[:4] or scale.dtype != jnp.float32)):
-            raise ValueError(f"an int8 cache takes float32 scales {list(pool[:4])}, and no other does")
     if mask.shape != (batch, n, n) or mask.dtype != jnp.bool_:
         raise ValueError(f"mask must be bool{[batch, n, n]}, got {mask.dtype}{list(mask.shape)}")
-    if block_table.shape[:1] != (batch,) or block_table.ndim != 2 or lengths.shape != (batch,):
-        raise ValueError(
-            f"block_table and lengths must be [{batch}, pages] and [{batch}], got {list(block_table.shape)} "
-            f"and {list(lengths.shape)}"
-        )
+    if lengths.shape != (batch,):
+        raise ValueError(f"lengths must be [{batch}], got {list(lengths.shape)}")
     if (window is None) != (positions is None) or (window is not None and window < 1):
         raise ValueError(f"a window, of at least 1, and positions go together; got window {window}")
     if positions is not None and positions.shape != (batch, n):

@@ -116,10 +116,12 @@ def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
         rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
         if commit:
             kv = write_rows(kv, g, state.block_table, rows.k, rows.v, block.positions, block.valid)
+            written = jnp.where(block.valid, block.positions, -1)
         else:
             state = _put_pending(state, k=_at(g)(state.pending.k, rows.k), v=_at(g)(state.pending.v, rows.v))
+            written = None
         # Read after the last write, or the whole pool is copied; the new rows lie beyond the lengths.
-        context = Context(kv.k, kv.v, g, state.block_table, state.lengths)
+        context = Context(kv.k, kv.v, g, state.block_table, state.lengths, written)
         x = x + output(layer.mixer, rows, attend(rows, mask, context, cfg.kernels))
     return add_mlp(layer, cfg, x), state.replace(kv=kv)
 

@@ -51,7 +51,8 @@ def mtp_forward(
         layer = head.layer
         rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, eps), rope_table(block.positions, cfg))
         kv = write_rows(kv, 0, block_table, rows.k, rows.v, block.positions, block.valid)
-        context = Context(kv.k, kv.v, 0, block_table, lengths)
+        written = jnp.where(block.valid, block.positions, -1)
+        context = Context(kv.k, kv.v, 0, block_table, lengths, written)
         attended = attend(rows, visible(block), context, cfg.kernels)
         x = add_mlp(layer, cfg, x + output(layer.mixer, rows, attended))
         return rms_norm(x, head.norm, eps), kv

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.verify_attention import MAX_ROWS, PagedCache, verify_attention
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.kernels import takes_kernels
@@ -49,7 +50,8 @@ class Context(NamedTuple):
     """Committed keys and values of one layer in a paged pool.
 
     k, v: `[layers, pages, page, kv_heads, D]`; layer: index into them; block_table: `[B, max_pages]` int32 page ids
-    (out of range where no page is assigned); lengths: `[B]` tokens to read.
+    (out of range where no page is assigned); lengths: `[B]` tokens to read. written: `[B, L]` int32, the positions at
+    which the rows of the block are in the pool, too, behind the tokens to read; -1 for padding. None: they are not.
     """
 
     k: Array
@@ -57,6 +59,7 @@ class Context(NamedTuple):
     layer: Array | int
     block_table: Array
     lengths: Array
+    written: Array | None = None
 
 
 def project(layer: Attention, cfg: ModelConfig, x: Array, rope: RopeTable) -> Rows:
@@ -84,19 +87,8 @@ def attend(rows: Rows, mask: Array, context: Context | None = None, kernels: str
     Returns fp32 `[B, L, heads, D]`; zero for a row that sees nothing. Split over the keys and merged by log-sum-exp
     (Flash-Decoding, 2023), so that memory does not grow with the context. `kernels`: see `ModelConfig`.
     """
-    if context is not None and rows.q.shape[1] <= MAX_ROWS and _has_kernel(rows, context, kernels):
-        return verify_attention(
-            rows.q,
-            rows.k,
-            rows.v,
-            mask,
-            PagedCache(context.k, context.v),
-            context.layer,
-            context.block_table,
-            context.lengths,
-            out_dtype=jnp.float32,
-            interpret=kernels == "interpret",
-        )
+    if context is not None and _has_kernel(rows, context, kernels):
+        return _attend_by_kernel(rows, mask, context, kernels == "interpret")
     q = group_queries(rows.q, rows.k.shape[2])
     partial = partial_attention(q, rows.k, rows.v, mask[:, None, None])
     if context is not None:
@@ -106,9 +98,17 @@ def attend(rows: Rows, mask: Array, context: Context | None = None, kernels: str
 
 def _has_kernel(rows: Rows, context: Context, kernels: str) -> bool:
     """Triton's blocks are powers of two, and tensor cores multiply by the 16: other heads and pages do without."""
-    dim, page = rows.q.shape[-1], context.k.shape[2]
-    fits = dim >= 16 and dim & (dim - 1) == 0 and page % 16 == 0
+    (n, _, dim), page = rows.q.shape[1:], context.k.shape[2]
+    fits = dim >= 16 and dim & (dim - 1) == 0 and page % 16 == 0 and (n <= MAX_ROWS or context.written is not None)
     return fits and takes_kernels(kernels, rows.q.dtype)
+
+
+def _attend_by_kernel(rows: Rows, mask: Array, context: Context, interpret: bool) -> Array:
+    cache = PagedCache(context.k, context.v)
+    where, how = (context.layer, context.block_table), dict(out_dtype=jnp.float32, interpret=interpret)
+    if rows.q.shape[1] <= MAX_ROWS:
+        return verify_attention(rows.q, rows.k, rows.v, mask, cache, *where, context.lengths, **how)
+    return prefill_attention(rows.q, cache, *where, context.written, **how)
 
 
 def partial_attention(q: Array, k: Array, v: Array, mask: Array) -> Partial:

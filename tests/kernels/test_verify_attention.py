@@ -15,6 +15,7 @@ from pallas_kernels.verify_attention import (
     verify_attention_reference,
 )
 from tests.kernels.implementations import IMPLEMENTATIONS, implementation, relative_rms
+from tests.kernels.paged import make_cache, softmax_in_float64
 
 PAGE = 32
 
@@ -42,20 +43,6 @@ SIZES = {
         8, 4, 2, 16, (0, 7, 20, 96), Config(16, 16, 4), "all", 16, False
     ),
 }
-
-
-def softmax_in_float64(q, k, v, readable):
-    """`q [L, heads, D]`, `k, v [keys, kv_heads, D]`, `readable [L, keys]`."""
-    out = np.zeros(q.shape)
-    group = q.shape[1] // k.shape[1]
-    for i in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            seen = readable[i]
-            if seen.any():
-                scores = k[seen, h // group] @ q[i, h] / np.sqrt(q.shape[2])
-                weights = np.exp(scores - scores.max())
-                out[i, h] = weights / weights.sum() @ v[seen, h // group]
-    return out
 
 
 def make_mask(rng, kind, batch, n):
@@ -87,22 +74,7 @@ def make_case(sizes, layers=2):
         for h in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     )
     mask = make_mask(rng, sizes.mask, batch, sizes.n)
-    values, stored, scales = [], [], []
-    written = np.zeros(pool[:3], bool)
-    for b, length in enumerate(lengths):
-        tokens = np.arange(length)
-        written[layer, table[b, tokens // PAGE], tokens % PAGE] = True
-    for _ in range(2):
-        if sizes.int8:
-            codes = rng.integers(-128, 128, pool).astype(np.int8)
-            scale = np.where(written[..., None], rng.uniform(0.005, 0.02, pool[:4]), np.nan).astype(np.float32)
-            stored.append(jnp.asarray(codes))
-            scales.append(jnp.asarray(scale))
-            values.append(codes * scale[..., None].astype(np.float64))
-        else:
-            numbers = jnp.asarray(np.where(written[..., None, None], rng.normal(size=pool), np.nan), jnp.bfloat16)
-            stored.append(numbers)
-            values.append(np.asarray(numbers, np.float64))
+    cache, values = make_cache(rng, pool, table, lengths, layer, sizes.int8)
     unread = ~mask.any(axis=1)
     own_v = jnp.where(unread[..., None, None], jnp.nan, own_v)
 
@@ -118,7 +90,7 @@ def make_case(sizes, layers=2):
         expected[b] = softmax_in_float64(
             np.asarray(q[b], np.float64), k, v, np.concatenate([readable, mask[b]], axis=1)
         )
-    arguments = (q, own_k, own_v, jnp.asarray(mask), PagedCache(*stored, *scales), layer, table, lengths)
+    arguments = (q, own_k, own_v, jnp.asarray(mask), cache, layer, table, lengths)
     return arguments, dict(positions=positions) if sizes.window else {}, expected
 
 
@@ -171,7 +143,8 @@ def test_refuses():
     refuse(dict(cache=lambda c: PagedCache(c.k[..., :8], c.v[..., :8])), "the cache must be")
     refuse(dict(cache=lambda c: PagedCache(c.k.astype(jnp.int8), c.v.astype(jnp.int8))), "takes float32 scales")
     refuse(dict(cache=lambda c: PagedCache(c.k.astype(jnp.float16), c.v.astype(jnp.float16))), "int8 or bfloat16")
-    refuse(dict(lengths=lambda t: t[:0]), "block_table and lengths")
+    refuse(dict(lengths=lambda t: t[:0]), "lengths must be")
+    refuse(dict(block_table=lambda t: t[:0]), "block_table must be")
     refuse({}, "a window, of at least 1, and positions go together", window=4)
     for keys in (64, 8):
         refuse({}, "or do not divide a page of 32", config=Config(16, keys, 1))
