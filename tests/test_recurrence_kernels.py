@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from qwen38_jax.block import Block, chain_block
+from qwen38_jax.drafters.modes import make_drafter
 from qwen38_jax.engine import Engine, Request
+from qwen38_jax.model import forward
 from qwen38_jax.sampling_params import SamplingParams
 from qwen38_jax.state import StateConfig, accept, accept_path, flush
-from tests.models import SMALL, assert_same_state, poisoned_state, prompt, run, small_params
+from tests.kernels.implementations import COMPILE_QUICKLY
+from tests.models import SMALL, assert_same_state, poisoned_state, prompt, small_params
 
 PLAIN = dataclasses.replace(SMALL, linear_key_head_dim=16, linear_value_head_dim=16, kernels="off")
 KERNELS = dataclasses.replace(PLAIN, kernels="interpret")
 PARAMS = small_params(PLAIN)
 ROWS, ATOL = 6, 1e-4
+run = jax.jit(forward, static_argnames=("cfg", "commit"), compiler_options=COMPILE_QUICKLY)
 ACCEPT, ACCEPT_PATH, FLUSH = jax.jit(accept), jax.jit(accept_path), jax.jit(flush)
 CHAIN = jnp.broadcast_to(jnp.arange(ROWS) - 1, (2, ROWS))
 #  0 - 1 - 2 - 5
@@ -76,13 +80,16 @@ def test_any_path_of_a_tree(base, path):
     assert_same(*(commit(cfg, state, 5, [2, 2]) for cfg, state in zip((KERNELS, PLAIN), states, strict=True)), slice(2))
 
 
+@pytest.mark.slow
 def test_the_shipped_model_says_the_same():
+    """A copy in verify blocks of looked-up drafts, by kernels, is what plain decoding without them says."""
     request = Request(
         messages=[{"role": "user", "content": "Repeat the string below exactly.\n\nqX7-blue_harbor/42"}],
         sampling=SamplingParams(temperature=0, max_new_tokens=24),
         thinking=False,
     )
     engine = Engine.from_checkpoint(dtype="float32")
-    interpreted = Engine(engine.params, dataclasses.replace(engine.cfg, kernels="interpret"), engine.tokenizer)
+    cfg, drafter = dataclasses.replace(engine.cfg, kernels="interpret"), make_drafter("lookup", engine.params)
+    interpreted = Engine(engine.params, cfg, engine.tokenizer, speculation=drafter)
     ours, theirs = (e.generate([request])[0].token_ids for e in (interpreted, engine))
     assert len(ours) > 8 and ours == theirs
