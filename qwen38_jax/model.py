@@ -1,20 +1,31 @@
 """The forward pass: one function for a prefill chunk, a decode row and a block of drafts to verify."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.gated_delta_net import MAX_ROWS, Pending, Rows, verify_gated_delta_net
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.attention import Context, attend, output, project
-from qwen38_jax.layers.gated_delta_net import CHUNK, gated_delta_net
+from qwen38_jax.layers.gated_delta_net import CHUNK, delta_rule, gated_delta_net, uses_kernels
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.mlp import mlp
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import rope_table
 from qwen38_jax.params import Params, layer_at
-from qwen38_jax.state import State, check_block, nothing_pending, settled_full, settled_linear, write_rows
+from qwen38_jax.state import (
+    State,
+    check_block,
+    nothing_pending,
+    settled_full,
+    settled_recurrent,
+    settled_window,
+    write_rows,
+)
 
 Array = jax.Array
 
@@ -58,7 +69,7 @@ def forward(
     def group(g, carry):
         def linear_layer(j, carry):
             x, taps, state = carry
-            x, state = _linear_layer(params, cfg, g * cfg.linear_per_group + j, x, block, state, commit)
+            x, state = _linear_layer(params, cfg, g * cfg.linear_per_group + j, x, block, mask, state, commit)
             return x, tap(taps, g * (cfg.linear_per_group + 1) + j, x), state
 
         x, taps, state = lax.fori_loop(0, cfg.linear_per_group, linear_layer, carry)
@@ -90,22 +101,40 @@ def _check(cfg: ModelConfig, block: Block, state: State, commit: bool, tap_layer
         )
 
 
-def _linear_layer(params, cfg, i, x, block, state, commit):
+def _linear_layer(params, cfg, i, x, block, mask, state, commit):
     """Gated DeltaNet layer `i` of its kind, and its MLP: `x [B, L, H]` and the state after it."""
     layer = layer_at(params.linear, i)
-    recurrent, window = settled_linear(state, i)
+    window = settled_window(state, i)
     with jax.named_scope("gated_delta_net"):
         h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
-        y, writes, next_recurrent, next_window = gated_delta_net(layer.mixer, cfg, h, block, recurrent, window)
+        waiting = 0 if state.pending is None else state.pending.path.shape[1]
+        by_kernel = uses_kernels(cfg) and max(block.tokens.shape[1], waiting) <= MAX_ROWS
+        rule = functools.partial(_kernel_rule if by_kernel else _jnp_rule, cfg, i, block, mask, state, commit)
+        y, writes, recurrent, next_window = gated_delta_net(layer.mixer, cfg, h, block, rule, window)
     if commit:
-        recurrent, window = next_recurrent, next_window
+        window = next_window
     else:
         state = _put_pending(state, writes=jax.tree.map(_at(i), state.pending.writes, writes))
-    state = state.replace(
-        recurrent=state.recurrent.at[i].set(recurrent.astype(state.recurrent.dtype)),
-        conv=state.conv.at[i].set(window),
-    )
+    state = state.replace(recurrent=recurrent, conv=state.conv.at[i].set(window))
     return add_mlp(layer, cfg, x + y), state
+
+
+def _jnp_rule(cfg, i, block, mask, state, commit, inputs):
+    """The recurrence of layer `i` over a block, and the states of all layers after it."""
+    before = settled_recurrent(state, i)
+    *results, after = delta_rule(inputs, before, block)
+    kept = (after if commit else before).astype(state.recurrent.dtype)
+    return *results, state.recurrent.at[i].set(kept)
+
+
+def _kernel_rule(cfg, i, block, mask, state, commit, inputs):
+    """The same through a kernel, which changes the states where they are."""
+    rows, pending, path = Rows(*inputs), None, None
+    if state.pending is not None:
+        writes, path = state.pending.writes, state.pending.path
+        pending = Pending(writes.key, writes.delta, writes.log_decay)
+    interpret = cfg.kernels == "interpret"
+    return verify_gated_delta_net(rows, mask, state.recurrent, i, pending, path, commit=commit, interpret=interpret)
 
 
 def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):

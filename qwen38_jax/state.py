@@ -193,18 +193,22 @@ def accept_path(state: State, path: Array) -> State:
     return state.replace(lengths=state.lengths + jnp.sum(path, axis=1, dtype=jnp.int32), pending=pending)
 
 
-def settled_linear(state: State, layer: Array | int) -> tuple[Array, Array]:
-    """Recurrent state (fp32) and convolution window of one linear layer with the accepted rows applied.
+def settled_recurrent(state: State, layer: Array | int) -> Array:
+    """Recurrent state (fp32) of one linear layer with the accepted rows applied.
 
-    The state passes through its storage type, so that a block sees the same value as after `flush`.
+    It passes through its storage type, so that a block sees the same value as after `flush`.
     """
-    recurrent, window = state.recurrent[layer].astype(jnp.float32), state.conv[layer]
-    if state.pending is None:
-        return recurrent, window
-    pending = state.pending
-    writes = jax.tree.map(lambda t: t[layer], pending.writes)
-    recurrent = keep_rows(recurrent, writes, pending.path).astype(state.recurrent.dtype)
-    return recurrent.astype(jnp.float32), keep_columns(window, writes.columns, pending.path)
+    recurrent = state.recurrent[layer].astype(jnp.float32)
+    if state.pending is not None:
+        writes = jax.tree.map(lambda t: t[layer], state.pending.writes)
+        recurrent = keep_rows(recurrent, writes, state.pending.path).astype(state.recurrent.dtype)
+    return recurrent.astype(jnp.float32)
+
+
+def settled_window(state: State, layer: Array | int) -> Array:
+    """Convolution window of one linear layer with the accepted rows applied."""
+    window, pending = state.conv[layer], state.pending
+    return window if pending is None else keep_columns(window, pending.writes.columns[layer], pending.path)
 
 
 def settled_full(state: State, layer: Array | int) -> KvCache:
@@ -240,10 +244,9 @@ def flush(state: State) -> State:
         return state
 
     def linear(i, state):
-        recurrent, window = settled_linear(state, i)
+        recurrent = settled_recurrent(state, i).astype(state.recurrent.dtype)
         return state.replace(
-            recurrent=state.recurrent.at[i].set(recurrent.astype(state.recurrent.dtype)),
-            conv=state.conv.at[i].set(window),
+            recurrent=state.recurrent.at[i].set(recurrent), conv=state.conv.at[i].set(settled_window(state, i))
         )
 
     state = lax.fori_loop(0, state.recurrent.shape[0], linear, state)

@@ -14,15 +14,18 @@ d_i never looks ahead, so any number of leading rows can be kept after the fact;
 chain: over a tree, "up to t" reads "on the path to t". Everything here is fp32 whatever the model's dtype.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.gated_delta_net import takes_heads
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
+from qwen38_jax.layers.kernels import takes_kernels
 from qwen38_jax.layers.linear import PRECISION, linear
 from qwen38_jax.layers.norm import gated_rms_norm, l2_norm
 from qwen38_jax.params import GatedDeltaNet
@@ -56,19 +59,28 @@ class Inputs(NamedTuple):
     beta: Array
 
 
+# Outputs, deltas and G of a block, as `delta_rule` returns them, and what becomes of the state.
+Rule = Callable[[Inputs], tuple[Array, Array, Array, Any]]
+
+
+def uses_kernels(cfg: ModelConfig) -> bool:
+    """Whether the recurrence is computed by kernels: for heads that they take."""
+    return takes_kernels(cfg.kernels, cfg.dtype) and takes_heads(cfg.linear_key_head_dim, cfg.linear_value_head_dim)
+
+
 def gated_delta_net(
-    layer: GatedDeltaNet, cfg: ModelConfig, x: Array, block: Block, state: Array, window: Array
-) -> tuple[Array, Writes, Array, Array]:
+    layer: GatedDeltaNet, cfg: ModelConfig, x: Array, block: Block, rule: Rule, window: Array
+) -> tuple[Array, Writes, Any, Array]:
     """One layer over a block.
 
     Args:
       x: `[B, L, hidden]`.
-      state: `[B, value_heads, Dk, Dv]` fp32, the state before the block.
+      rule: the recurrence, from the state before the block, which it knows.
       window: `[B, width - 1, channels]`, the convolution's last inputs before the block.
 
     Returns:
-      The output `[B, L, hidden]`; the block's `Writes`; state and window as they are if every valid row is kept
-      (for a chain; after a tree they mean nothing).
+      The output `[B, L, hidden]`; the block's `Writes`; what `rule` says of the state; the window as it is if every
+      valid row is kept (for a chain; after a tree it means nothing).
     """
     batch, n, _ = x.shape
     columns, z = jnp.split(linear(x, layer.qkvz), [cfg.conv_channels], axis=-1)
@@ -76,11 +88,11 @@ def gated_delta_net(
         mixed, next_window = short_conv(layer.conv, columns, window, block)
     inputs = make_inputs(layer, cfg, x, mixed, block.valid)
     with jax.named_scope("delta_rule"):
-        out, delta, log_decay, next_state = delta_rule(inputs, state, block)
+        out, delta, log_decay, state = rule(inputs)
     z = z.reshape(batch, n, cfg.linear_num_value_heads, cfg.linear_value_head_dim)
     y = gated_rms_norm(out.astype(x.dtype), z, layer.norm, cfg.rms_norm_eps)
     y = linear(y.reshape(batch, n, -1), layer.out)
-    return y, Writes(inputs.k, delta, log_decay, columns), next_state, next_window
+    return y, Writes(inputs.k, delta, log_decay, columns), state, next_window
 
 
 def make_inputs(layer: GatedDeltaNet, cfg: ModelConfig, x: Array, mixed: Array, valid: Array) -> Inputs:

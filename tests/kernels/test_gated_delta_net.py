@@ -1,3 +1,4 @@
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +20,10 @@ LAYERS = 2
 
 
 class Sizes(NamedTuple):
-    """`path` says which of the pending rows of each sequence were accepted; `parents` is None for chains."""
+    """`path` says which of the pending rows of each sequence were accepted; `parents` is None for chains.
+
+    `waits` is false where nothing is pending.
+    """
 
     path: tuple[tuple[int, ...], ...]
     n: int
@@ -30,11 +34,13 @@ class Sizes(NamedTuple):
     values: int
     config: Config
     dtype: str = "float32"
+    commit: bool = False
+    waits: bool = True
 
 
 SIZES = {
     "a chain of 17 after all, some and no rows": Sizes(
-        ((1, 1, 1, 1, 1), (1, 1, 0, 0, 0), (0, 0, 0, 0, 0)), 17, None, 1, 2, 64, 32, Config(32)
+        ((1, 1, 1, 1, 1), (1, 1, 0, 0, 0), (0, 0, 0, 0, 0)), 17, None, 1, 2, 64, 32, Config(32, ahead=False)
     ),
     "a tree after a path of a tree, fp16": Sizes(
         ((1, 0, 1), (1, 1, 0)),
@@ -48,6 +54,13 @@ SIZES = {
         "float16",
     ),
     "one row": Sizes(((1,),), 1, None, 1, 3, 16, 16, Config(16)),
+    "a chain that is written at once": Sizes(
+        ((1, 1), (0, 0)), 5, ((-1, 0, 1, 2, -2), (-2, -2, -2, -2, -2)), 1, 2, 64, 16, Config(16), commit=True
+    ),
+    "the same, read in parts, fp16": Sizes(
+        ((1, 0),), 3, None, 1, 2, 64, 16, Config(16, ahead=False), "float16", commit=True
+    ),
+    "a first row": Sizes(((0,),), 1, None, 1, 2, 16, 16, Config(16), commit=True, waits=False),
 }
 
 
@@ -121,19 +134,24 @@ def make_case(sizes):
                 q, k = (np.repeat(t[b, j].astype(np.float64), group, axis=0) for t in rows[:2])
                 at, out[b, i], delta[b, i] = step(at, q, k, *(t[b, j].astype(np.float64) for t in rows[2:]))
                 total[b, i] += rows.g[b, j]
+            if sizes.commit and way:
+                settled[layer, b] = at
     for t in pending:
         t[layer][~path] = np.nan
     for t in rows:
         t[~mask.diagonal(axis1=1, axis2=2)] = np.nan
-    return (rows, mask, state, layer, pending, path), (out, delta, total, settled)
+    waiting = (pending, path) if sizes.waits else (None, None)
+    return (rows, mask, state, layer, *waiting), (out, delta, total, settled)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_equals_float64(name, sizes):
     arguments, expected = make_case(sizes)
-    verify = implementation(name, verify_gated_delta_net, verify_gated_delta_net_reference, config=sizes.config)
-    verified = verify(*arguments)
+    kernel, reference = (
+        functools.partial(f, commit=sizes.commit) for f in (verify_gated_delta_net, verify_gated_delta_net_reference)
+    )
+    verified = implementation(name, kernel, reference, config=sizes.config)(*arguments)
     valid = arguments[1].diagonal(axis1=1, axis2=2)
     # Where an fp16 number lies between two neighbours rounding may differ, and the block reads what was stored.
     tolerance = 1e-4 if sizes.dtype == "float16" else 1e-5 if name == "gpu" else 1e-6
@@ -161,6 +179,7 @@ def test_refuses():
         ("g must be float32", dict(rows=rows._replace(g=rows.g.astype(np.float16)))),
         ("pending delta must be", dict(pending=pending._replace(delta=pending.delta[0]))),
         ("mask must be bool", dict(mask=mask.astype(np.int32))),
+        ("go together", dict(path=None)),
         ("blocks of 1 to 64 rows", dict(path=path[:, :0])),
         ("powers of two", dict(state=state[..., :8])),
         ("do not divide Dv = 16", dict(config=Config(32))),
