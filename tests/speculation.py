@@ -33,6 +33,7 @@ class Scripted:
     wrong: jax.Array
     count: jax.Array
 
+    name = "mtp"
     draft_tokens = DRAFTS
     tap_layers = ()
 

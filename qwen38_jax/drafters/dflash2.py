@@ -57,6 +57,8 @@ class DFlash2:
     cfg: DFlash2Config = struct.field(pytree_node=False)
     truncate: bool = struct.field(pytree_node=False, default=True)
 
+    name = "dflash2"
+
     @property
     def draft_tokens(self) -> int:
         return self.cfg.block_size - 1
@@ -67,16 +69,7 @@ class DFlash2:
 
     def init(self, cfg: ModelConfig, sizes: StateConfig) -> ContextCache:
         """Raises ValueError where the drafter is not one for this target."""
-        for ours, theirs in (
-            ("vocab_size", "vocab_size"),
-            ("hidden_size", "hidden_size"),
-            ("num_target_layers", "num_hidden_layers"),
-        ):
-            if getattr(self.cfg, ours) != getattr(cfg, theirs):
-                raise ValueError(
-                    f"the drafter has {ours} = {getattr(self.cfg, ours)}, but the model has {theirs} = "
-                    f"{getattr(cfg, theirs)}; use a drafter that was trained for this model"
-                )
+        self.cfg.check_target(cfg)
         return init_context(self.cfg, sizes.batch)
 
     def propose(

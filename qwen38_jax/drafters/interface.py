@@ -90,7 +90,13 @@ class Observed:
 
 
 class Drafter(Protocol):
-    """`draft_tokens`: K, how many drafts `propose` returns. `tap_layers`: what `Observed.taps` must hold."""
+    """What drafts.
+
+    name: one of `SOURCES` that says what proposes, empty for a drafter without tokens of its own. draft_tokens: K, how
+    many drafts `propose` returns. tap_layers: what `Observed.taps` must hold.
+    """
+
+    name: str
 
     @property
     def draft_tokens(self) -> int: ...

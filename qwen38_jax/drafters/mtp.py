@@ -69,6 +69,8 @@ class Mtp:
     draft_tokens: int = struct.field(pytree_node=False)
     truncate: bool = struct.field(pytree_node=False, default=True)
 
+    name = "mtp"
+
     @property
     def tap_layers(self) -> tuple[int, ...]:
         return ()
