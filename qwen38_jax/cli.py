@@ -95,6 +95,12 @@ def _add_speculation(parser: argparse.ArgumentParser):
     drafts.add_argument(
         "--draft-vocab", type=Path, metavar="FILE", help="ids that MTP may draft, an int64 vector as torch.save writes"
     )
+    drafts.add_argument(
+        "--draft-tree",
+        type=Path,
+        metavar="FILE",
+        help="shape of a tree of drafts, as JSON: [[0], [1], [0, 0]]",
+    )
     return drafter
 
 
@@ -171,6 +177,7 @@ def _generate(args: argparse.Namespace) -> int:
         verify_tokens=args.verify_tokens,
         draft_vocab=args.draft_vocab,
         drafter=args.drafter,
+        draft_tree=args.draft_tree,
     )
     sampling = engine.sampling(**flags)
     options = {"sampling": sampling, "thinking": not args.no_thinking}
@@ -302,10 +309,13 @@ def _plan(args: argparse.Namespace) -> int:
     from qwen38_jax.engine.memory import card_budget, device_budget
     from qwen38_jax.engine.plan import Settings, Weights
     from qwen38_jax.engine.plan_report import make_report, to_json, to_text
+    from qwen38_jax.tree import read_tree
 
     draft_vocab = None if args.draft_vocab is None else len(read_draft_ids(args.draft_vocab))
     account, drafter = _accounts(args)
-    planned = plan(args.speculate, args.draft_tokens, args.verify_tokens, None if drafter is None else drafter.cfg)
+    tree = None if args.draft_tree is None else read_tree(args.draft_tree)
+    dflash2 = None if drafter is None else drafter.cfg
+    planned = plan(args.speculate, args.draft_tokens, args.verify_tokens, dflash2, tree)
     weights = Weights.of_accounts(account, drafter, draft_vocab)
     cfg = weights.cfg
     if args.context > cfg.max_position_embeddings:

@@ -41,7 +41,7 @@ def drafter_of(cfg) -> DFlash2:
 
 @functools.cache
 def golden():
-    """The reference's tiny checkpoint; four prompts, of which two hold text that will come again; their plain texts."""
+    """The reference's tiny checkpoint; four prompts, of which two hold some text twice; their plain texts."""
     checkpoint = load_checkpoint(GOLDEN / "tiny_qwen3_5")
     recorded = load_file(GOLDEN / "tiny_qwen3_5_activations.safetensors")
     prompts = [recorded[f"{name}.input_ids"][:64].tolist() for name in ("p0", "p1", "p2")]
@@ -60,17 +60,15 @@ def test_the_golden_checkpoint_in_every_mode(mode):
     dflash2 = drafter_of(checkpoint.cfg)
     dflash2 = (dflash2.params, dflash2.cfg) if "dflash2" in mode else None
     drafter, spec = make_drafter(mode, checkpoint.params, dflash2=dflash2)
-    spec = dataclasses.replace(spec, nmin=2, nstrong=2, adaptive=False)
+    spec = dataclasses.replace(spec, nmin=1, nstrong=1, adaptive=False)
     requests = [dataclasses.replace(GREEDY, max_new_tokens=NEW)] * len(prompts)
     got, state = generate(checkpoint.params, checkpoint.cfg, drafter, spec, prompts, requests)
     assert got == texts
     own, found = state.counts.drafted[:, :2].sum(), state.counts.drafted[:, 2:].sum()
-    assert (own > 0, found > 0) == (mode != "lookup", "lookup" in mode)
-    if "lookup" in mode:
-        assert state.counts.accepted.sum() > 20
+    assert (bool(own), bool(found)) == (mode != "lookup", "lookup" in mode)
 
 
-SPEC = SpecConfig(verify_tokens=15, lookup=True, nmin=2, nstrong=3)
+SPEC = SpecConfig(verify_tokens=15, lookup=True, nmin=1, nstrong=2)
 _plain_step = jax.jit(decode.decode_step, static_argnames=("cfg", "top"))
 
 

@@ -15,6 +15,7 @@ from qwen38_jax.layers.linear import rows_of
 from qwen38_jax.params import DFlash2Params, DraftHead, Params
 from qwen38_jax.quantization import LAYOUTS, QuantTensor, in_rows
 from qwen38_jax.spec_config import MODES, SpecConfig
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -27,6 +28,7 @@ def plan(
     draft_tokens: int | None = None,
     verify_tokens: int | None = None,
     dflash2: DFlash2Config | None = None,
+    tree: Tree | None = None,
 ) -> tuple[int, SpecConfig] | None:
     """How many drafts a mode's drafter proposes, and the mode's settings; None for "none". Needs no checkpoint.
 
@@ -34,6 +36,7 @@ def plan(
       mode: one of `MODES`.
       draft_tokens: of the drafter itself. verify_tokens: drafts that a block has at most, those of the lookup included.
       dflash2: of the DFlash2 drafter. It drafts whole blocks, of which `verify_tokens` may be only the first part.
+      tree: shape of the drafts of MTP or DFlash2, which says how many there are; None for a chain.
 
     Raises:
       ValueError: the mode is unknown or has no use for an option or a drafter, or lacks it; more drafts than are
@@ -46,9 +49,16 @@ def plan(
     if "dflash2" not in mode and dflash2 is not None:
         raise ValueError(f"mode {mode} has no use for a DFlash2 drafter: choose dflash2 or dflash2+lookup")
     if mode == "none":
-        if draft_tokens is not None or verify_tokens is not None:
-            raise ValueError("draft_tokens and verify_tokens are for speculation: choose a mode other than none")
+        if draft_tokens is not None or verify_tokens is not None or tree is not None:
+            raise ValueError("draft_tokens, verify_tokens and trees are for speculation: choose a mode other than none")
         return None
+    if tree is not None:
+        if mode not in ("mtp", "dflash2") or draft_tokens is not None or verify_tokens is not None:
+            raise ValueError(
+                f"a tree of drafts is for modes mtp and dflash2 and says itself how many there are, got mode {mode}, "
+                f"draft_tokens {draft_tokens}, verify_tokens {verify_tokens}"
+            )
+        return len(tree.paths), SpecConfig(verify_tokens=len(tree.paths), tree=tree)
     lookup, drafts = "lookup" in mode, _own_drafts(mode, draft_tokens, dflash2)
     if verify_tokens is None:
         verify_tokens = max(LOOKUP_TOKENS, drafts) if lookup else drafts
@@ -57,7 +67,9 @@ def plan(
         raise ValueError(f"verify_tokens must be at least {least}, got {verify_tokens}")
     if not lookup and verify_tokens > drafts:
         raise ValueError(f"verify_tokens {verify_tokens} are more than the {drafts} that mode {mode} drafts")
-    return drafts, SpecConfig(verify_tokens=verify_tokens, lookup=lookup)
+    # Where a drafter has no tokens of its own, a short match spoils none, and any draft is better than an empty row.
+    eager = {} if drafts else {"nmin": 1, "nstrong": 1, "nmin_tail": 1}
+    return drafts, SpecConfig(verify_tokens=verify_tokens, lookup=lookup, **eager)
 
 
 def _own_drafts(mode: str, draft_tokens: int | None, dflash2: DFlash2Config | None) -> int:
@@ -88,6 +100,7 @@ def make_drafter(
     draft_tokens: int | None = None,
     verify_tokens: int | None = None,
     dflash2: tuple[DFlash2Params, DFlash2Config] | None = None,
+    tree: Tree | None = None,
 ) -> tuple[Drafter, SpecConfig] | None:
     """The drafter and the settings of a mode; None for "none".
 
@@ -98,7 +111,7 @@ def make_drafter(
     Raises:
       ValueError: what `plan` raises; or the model has no MTP head.
     """
-    planned = plan(mode, draft_tokens, verify_tokens, None if dflash2 is None else dflash2[1])
+    planned = plan(mode, draft_tokens, verify_tokens, None if dflash2 is None else dflash2[1], tree)
     if planned is None:
         return None
     drafts, spec = planned

@@ -34,6 +34,7 @@ from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import abstract_state, init_state
 from qwen38_jax.tokenizer import Tokenizer
+from qwen38_jax.tree import read_tree
 
 SHIPPED_CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 
@@ -94,6 +95,7 @@ class Engine:
         verify_tokens: int | None = None,
         draft_vocab: str | Path | None = None,
         drafter: str | Path | None = None,
+        draft_tree: str | Path | None = None,
         **options,
     ) -> "Engine":
         """Loads a Hugging Face directory, by default the small trained checkpoint that ships with the package.
@@ -104,6 +106,7 @@ class Engine:
           draft_vocab: file of the token ids that the MTP head may draft, as `torch.save` writes an int64 vector; None
             takes those of the checkpoint's draft head, or all where it has none.
           drafter: directory of a DFlash2 drafter, for the modes that draft with one.
+          draft_tree: file with the shape of the drafts, as `tree.read_tree` reads it; None for a chain.
           memory_gib, options: as the constructor's.
 
         Raises:
@@ -117,7 +120,8 @@ class Engine:
             dtype = "float32"
         account, _, _ = sound_account(directory, dtype=dtype)
         dflash2 = None if drafter is None else drafter_account(drafter, dtype=account.cfg.dtype)
-        plan(speculate, draft_tokens, verify_tokens, None if dflash2 is None else dflash2.cfg)
+        tree = None if draft_tree is None else read_tree(Path(draft_tree))
+        plan(speculate, draft_tokens, verify_tokens, None if dflash2 is None else dflash2.cfg, tree)
         if draft_vocab is not None and "mtp" not in speculate:
             raise ValueError(f"a draft vocabulary is for the MTP head, not for mode {speculate}")
         draft_ids = None if draft_vocab is None else read_draft_ids(Path(draft_vocab))
@@ -140,6 +144,7 @@ class Engine:
             draft_tokens=draft_tokens,
             verify_tokens=verify_tokens,
             dflash2=None if drafter is None else load_drafter(drafter, dtype=account.cfg.dtype),
+            tree=tree,
         )
         return cls(
             checkpoint.params,
@@ -258,7 +263,7 @@ class Engine:
                 speculation=metrics(
                     counts,
                     row,
-                    draft_tokens=self._decoding.drafter.draft_tokens,
+                    draft_tokens=self._decoding.draft_tokens,
                     decode_seconds=completion.decode_seconds,
                     compiled_programs=len(programs.all),
                 ),

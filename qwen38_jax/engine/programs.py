@@ -65,6 +65,11 @@ class Speculative:
         """As `plan.Settings` names them."""
         return tuple(name for name in (self.drafter.name, "lookup" if self.spec.lookup else "") if name)
 
+    @property
+    def draft_tokens(self) -> int:
+        """Of the drafter itself in every step."""
+        return self.drafter.draft_tokens if self.spec.tree is None else len(self.spec.tree.paths)
+
     def weights(self, params: Params) -> Any:
         return params, self.drafter
 
