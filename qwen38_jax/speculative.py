@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from qwen38_jax import decode
@@ -22,7 +21,7 @@ from qwen38_jax.model import forward, logits
 from qwen38_jax.params import Params
 from qwen38_jax.sampling import SamplerState, process_logits, sample, token_logprobs, update_counts
 from qwen38_jax.spec_config import SpecConfig
-from qwen38_jax.state import State, StateConfig, accept, accept_path
+from qwen38_jax.state import State, StateConfig, accept_path
 from qwen38_jax.tree import Tree
 from qwen38_jax.verification import Verdict, verify, walk_tree
 
@@ -35,7 +34,7 @@ class Counts:
 
     steps, long_steps: `[B]` int32, decode steps and those that had a long block.
     drafted, accepted: `[B, sources, k]` int32, drafts verified and drafts emitted, by who proposed them (`SOURCES`) and
-      by their place in the block; in a tree, by their depth.
+      by their place in the block, a chain's or a tree's.
     """
 
     steps: Array
@@ -170,11 +169,12 @@ def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
 
     emitted, stopped = _cut(verdict, old)
     is_emitted = jnp.arange(verdict.tokens.shape[1]) < emitted[:, None]
-    model = _accept(model, verdict, is_emitted)
+    # The rows that were read and stay: the anchor and the drafts emitted before the last token.
+    path = _path(verdict, is_emitted, block)
+    model = accept_path(model, jnp.pad(path, ((0, 0), (0, model.pending.path.shape[1] - path.shape[1]))))
     # From here on a tree is the path in it that stays, a chain like any other.
     block, hidden, scores = (_on_path(verdict, t) for t in (block, hidden, scores))
     taps = jax.vmap(lambda tap: _on_path(verdict, tap))(taps)
-    # The rows that were read and stay: the anchor and the drafts emitted before the last token.
     rows = Observed(block.tokens, block.positions, is_emitted, hidden, taps, old.hidden, model.block_table)
     last = jnp.maximum(emitted - 1, 0)[:, None]
     generated = old.generated + emitted
@@ -193,7 +193,7 @@ def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
         history=_write(state.history, positions, verdict.tokens, is_emitted),
         drafter=drafter.observe(params, cfg, rows, drafter_state),
         block=next_block(state.block, reason, model.lengths, spec, drafter.draft_tokens),
-        counts=_count(state, proposal, verdict, emitted, spec.tree),
+        counts=_count(state, proposal, path),
     )
     reported = token_logprobs(scores, verdict.tokens, top, real_vocab_size=old.sampler.real_vocab_size)
     return state, StepOutput(verdict.tokens, emitted, *reported, long=state.block.long)
@@ -255,12 +255,12 @@ def _block(proposal: Proposal, old: DecodeState, tree: Tree | None) -> Block:
     return Block(tokens, positions, valid, jnp.broadcast_to(tree.parents, tokens.shape))
 
 
-def _accept(model: State, verdict: Verdict, is_emitted: Array) -> State:
-    """Keeps the rows that were emitted; the last token emitted was not read yet, but the anchor was."""
+def _path(verdict: Verdict, is_emitted: Array, block: Block) -> Array:
+    """`[B, rows]` bool, the rows of the block that stay: as many as `is_emitted [B, depths]` says."""
     if verdict.rows is None:
-        return accept(model, jnp.sum(is_emitted, axis=1))
-    room = jnp.arange(model.pending.path.shape[1])
-    return accept_path(model, jnp.any(is_emitted[..., None] & (verdict.rows[..., None] == room), axis=1))
+        return is_emitted
+    rows = jnp.arange(block.tokens.shape[1])
+    return jnp.any(is_emitted[..., None] & (verdict.rows[..., None] == rows), axis=1)
 
 
 def _on_path(verdict: Verdict, tree: Any) -> Any:
@@ -311,20 +311,17 @@ def _cut(verdict: Verdict, old: DecodeState) -> tuple[Array, Array]:
     return jnp.where(old.active, emitted, 0).astype(jnp.int32), stopped & old.active
 
 
-def _count(state: SpeculativeState, proposal: Proposal, verdict: Verdict, emitted: Array, tree: Tree | None) -> Counts:
+def _count(state: SpeculativeState, proposal: Proposal, path: Array) -> Counts:
     counts, active = state.counts, state.decode.active
-    by_source = proposal.source[:, None, :] == jnp.arange(len(SOURCES))[:, None]
-    place = np.arange(proposal.tokens.shape[1]) if tree is None else tree.depths[1:] - 1
+    drafted = proposal.valid[:, None, :] & (proposal.source[:, None, :] == jnp.arange(len(SOURCES))[:, None])
     # The last token emitted counts as the model's own, even where it is a draft, a stop id: 1 + accepted each step.
-    stays = jnp.arange(verdict.tokens.shape[1] - 1) < emitted[:, None] - 1
-    source = jnp.pad(proposal.source, ((0, 0), (1, 0)))  # of every row
-    source = _on_path(verdict, source)[:, 1:]
-    accepted = stays[:, None, :] & (source[:, None, :] == jnp.arange(len(SOURCES))[:, None])
+    accepted = drafted & path[:, None, 1:]
+    width = proposal.tokens.shape[1]
     return counts.replace(
         steps=counts.steps + active,
         long_steps=counts.long_steps + (active & state.block.long),
-        drafted=counts.drafted.at[..., place].add(by_source & proposal.valid[:, None, :]),
-        accepted=counts.accepted.at[..., : stays.shape[1]].add(accepted),
+        drafted=counts.drafted.at[..., :width].add(drafted),
+        accepted=counts.accepted.at[..., :width].add(accepted),
     )
 
 
