@@ -1,6 +1,7 @@
 """Tokens and milliseconds a step of every way of drafting, when the answer reproduces a document of the prompt.
 
     python -m experiments.ladder
+    python -m experiments.ladder --drafter DIR --drafter-weights trained
 
 Every rung answers the same prompt greedily; beside what it measures, the record says whether its tokens are those of
 plain decoding, and how many of its drafts that plain answer accepts, teacher-forced.
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.harness import WEIGHTS, Timing, append, new_record, table
+from qwen38_jax.checkpoint import load_drafter
 from qwen38_jax.drafters.modes import make_drafter
 from qwen38_jax.engine import Completion, Engine, Request
 from qwen38_jax.evaluation.forced import forced_acceptance
@@ -22,6 +24,7 @@ from qwen38_jax.sampling_params import SamplingParams
 QUESTION = "ladder"
 # mode, draft tokens, verify tokens; None is the mode's own default.
 RUNGS = (("none", None, None), ("lookup", None, 15), ("mtp", 4, None), ("mtp+lookup", 4, 15))
+DFLASH2_RUNGS = (("dflash2", None, None), ("dflash2+lookup", None, 15))
 COLUMNS = (
     "speculate",
     "tokens_per_second=tok/s",
@@ -42,11 +45,23 @@ def run(engine: Engine, request: Request, repeats: int) -> tuple[Completion, Tim
 
 
 def rung_record(
-    engine: Engine, rung: tuple, request: Request, plain: Completion | None, settings: dict[str, Any], repeats: int
+    engine: Engine,
+    rung: tuple,
+    dflash2: tuple | None,
+    request: Request,
+    plain: Completion | None,
+    settings: dict[str, Any],
+    repeats: int,
 ) -> tuple[dict[str, Any], Completion]:
     """The record of one rung; `plain` is plain decoding's answer, None for plain decoding itself."""
     mode, draft_tokens, verify_tokens = rung
-    speculation = make_drafter(mode, engine.params, draft_tokens=draft_tokens, verify_tokens=verify_tokens)
+    speculation = make_drafter(
+        mode,
+        engine.params,
+        draft_tokens=draft_tokens,
+        verify_tokens=verify_tokens,
+        dflash2=dflash2 if "dflash2" in mode else None,
+    )
     rung_engine = Engine(engine.params, engine.cfg, engine.tokenizer, speculation=speculation)
     completion, step = run(rung_engine, request, repeats)
     new_tokens = len(completion.token_ids) - 1
@@ -97,25 +112,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--document", type=Path, metavar="FILE", default=DOCUMENT, help="UTF-8 text (the license)")
     parser.add_argument("--tokens", type=int, default=2000, metavar="N", help="of the document (%(default)s)")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="of every rung (%(default)s)")
+    parser.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash2 drafter, for two rungs more")
+    parser.add_argument("--drafter-weights", choices=WEIGHTS, help="what it holds; needed with --drafter")
     args = parser.parse_args(argv)
     if (args.checkpoint is None) != (args.weights is None):
         parser.error("--checkpoint and --weights go together: the checkpoint that ships is trained")
+    if (args.drafter is None) != (args.drafter_weights is None):
+        parser.error("--drafter and --drafter-weights go together")
     if args.tokens < 2 or args.repeats < 1:
         parser.error("--tokens must be at least 2, --repeats at least 1")
     engine = Engine.from_checkpoint(args.checkpoint, dtype=args.dtype)
+    dflash2 = None if args.drafter is None else load_drafter(args.drafter, dtype=engine.cfg.dtype)
     request = document_request(engine, args.document.read_text(encoding="utf-8"), args.tokens)
     settings = {
         "weights": args.weights or "trained",
         "own": {
             "checkpoint": args.checkpoint.name if args.checkpoint else "tiny",
+            "drafter": args.drafter.name if args.drafter else None,
+            "drafter_weights": args.drafter_weights,
             "dtype": engine.cfg.dtype,
             "document": args.document.name,
             "prompt_tokens": len(request.prompt_ids),
         },
     }
     records, plain = [], None
-    for rung in RUNGS:
-        record, completion = rung_record(engine, rung, request, plain, settings, args.repeats)
+    for rung in (*RUNGS, *(DFLASH2_RUNGS if dflash2 else ())):
+        record, completion = rung_record(engine, rung, dflash2, request, plain, settings, args.repeats)
         plain = plain or completion
         append(record)
         records.append(record)

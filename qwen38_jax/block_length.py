@@ -54,5 +54,5 @@ def step_reason(has_tail: Array, emitted: Array, long: Array, spec: SpecConfig, 
 
 
 def always_long(spec: SpecConfig, drafts: int) -> bool:
-    """Without drafts of its own a drafter has no short block, and one of k drafts no long one."""
-    return not spec.adaptive or not 0 < drafts < spec.verify_tokens
+    """Without drafts of its own a drafter has no short block, one of k drafts no long one, and a tree one shape."""
+    return spec.tree is not None or not spec.adaptive or not 0 < drafts < spec.verify_tokens

@@ -84,14 +84,24 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate)
 
 
-def _add_speculation(parser: argparse.ArgumentParser) -> None:
+def _add_speculation(parser: argparse.ArgumentParser):
+    """Adds the flags of drafting; returns the group of those that name a DFlash2 drafter, of which one may be given."""
     drafts = parser.add_argument_group("speculation")
+    drafter = drafts.add_mutually_exclusive_group()
+    drafter.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash2 drafter")
     drafts.add_argument("--speculate", choices=MODES, default="none", metavar="MODE", help=f"one of {', '.join(MODES)}")
     drafts.add_argument("--draft-tokens", type=int, metavar="K", help="that the drafter proposes in a step")
     drafts.add_argument("--verify-tokens", type=int, metavar="K", help="drafts of a block, with those of the lookup")
     drafts.add_argument(
         "--draft-vocab", type=Path, metavar="FILE", help="ids that MTP may draft, an int64 vector as torch.save writes"
     )
+    drafts.add_argument(
+        "--draft-tree",
+        type=Path,
+        metavar="FILE",
+        help="shape of a tree of drafts, as JSON: [[0], [1], [0, 0]]",
+    )
+    return drafter
 
 
 def _add_score(parser: argparse.ArgumentParser) -> None:
@@ -110,14 +120,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     weights.add_argument("--like", metavar="NAME", help="as published, without files: qwen3.8-27b-w4a16, ...-fast, ...")
     weights.add_argument("--config", type=Path, metavar="FILE", help="a config.json alone, its weights in floats")
-    drafter = parser.add_mutually_exclusive_group()
-    drafter.add_argument("--drafter", type=Path, metavar="DIR", help="a DFlash2 drafter")
-    drafter.add_argument("--drafter-like", metavar="NAME", help="as published: qwen3.8-27b-dflash2, ...-dflash2-w4a16")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as for generate, on that device")
     parser.add_argument("--memory-gib", type=float, metavar="G", help="of a GPU (default: what this device has free)")
     parser.add_argument("--slots", type=int, default=1, metavar="N", help="sequences at a time (%(default)s)")
     parser.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of each (%(default)s)")
-    _add_speculation(parser)
+    drafter = _add_speculation(parser)
+    drafter.add_argument("--drafter-like", metavar="NAME", help="as published: qwen3.8-27b-dflash2, ...-dflash2-w4a16")
     parser.add_argument("--state-dtype", choices=("float32", "float16"), default="float32", help="recurrent state")
     parser.add_argument("--kv-dtype", metavar="DTYPE", help="keys and values; in this version always the model's")
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
@@ -168,6 +176,8 @@ def _generate(args: argparse.Namespace) -> int:
         draft_tokens=args.draft_tokens,
         verify_tokens=args.verify_tokens,
         draft_vocab=args.draft_vocab,
+        drafter=args.drafter,
+        draft_tree=args.draft_tree,
     )
     sampling = engine.sampling(**flags)
     options = {"sampling": sampling, "thinking": not args.no_thinking}
@@ -295,14 +305,18 @@ def _read_text(path: Path) -> str:
 
 def _plan(args: argparse.Namespace) -> int:
     from qwen38_jax.checkpoint.draft_ids import read_draft_ids
+    from qwen38_jax.drafters.modes import plan
     from qwen38_jax.engine.memory import card_budget, device_budget
     from qwen38_jax.engine.plan import Settings, Weights
     from qwen38_jax.engine.plan_report import make_report, to_json, to_text
+    from qwen38_jax.tree import read_tree
 
-    if ("dflash2" in args.speculate) != (args.drafter is not None or args.drafter_like is not None):
-        raise ValueError("--speculate dflash2 and --drafter (or --drafter-like) go together")
     draft_vocab = None if args.draft_vocab is None else len(read_draft_ids(args.draft_vocab))
-    weights = Weights.of_accounts(*_accounts(args), draft_vocab)
+    account, drafter = _accounts(args)
+    tree = None if args.draft_tree is None else read_tree(args.draft_tree)
+    dflash2 = None if drafter is None else drafter.cfg
+    planned = plan(args.speculate, args.draft_tokens, args.verify_tokens, dflash2, tree)
+    weights = Weights.of_accounts(account, drafter, draft_vocab)
     cfg = weights.cfg
     if args.context > cfg.max_position_embeddings:
         raise ValueError(f"--context {args.context}: the model's context is {cfg.max_position_embeddings}")
@@ -313,24 +327,12 @@ def _plan(args: argparse.Namespace) -> int:
         context=args.context,
         state_dtype=args.state_dtype,
         drafters=() if args.speculate == "none" else tuple(args.speculate.split("+")),
-        verify_rows=_verify_rows(args, weights.drafter),
+        verify_rows=0 if planned is None else planned[1].verify_tokens + 1,
     )
     budget = device_budget() if args.memory_gib is None else card_budget(args.memory_gib)
-    not_runnable = ["the DFlash2 drafter"] if weights.drafter else []
-    report = make_report(weights, settings, budget, not_runnable)
+    report = make_report(weights, settings, budget)
     print(json.dumps(to_json(report), indent=2) if args.json else to_text(report))
     return 0 if report.fits else 1
-
-
-def _verify_rows(args: argparse.Namespace, drafter) -> int:
-    """Rows of a verify block: the anchor and the drafts, as many as generate verifies; 0 without drafts."""
-    from qwen38_jax.drafters.modes import plan
-
-    mode, drafts = args.speculate, args.draft_tokens
-    if drafter is not None:  # as MTP's, but that a block is drafted whole
-        mode, drafts = mode.replace("dflash2", "mtp"), drafter.block_size - 1 if drafts is None else drafts
-    planned = plan(mode, drafts, args.verify_tokens)
-    return 0 if planned is None else planned[1].verify_tokens + 1
 
 
 def _accounts(args: argparse.Namespace):

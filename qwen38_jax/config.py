@@ -357,6 +357,19 @@ class DFlash2Config:
             **{name: None for name in _DFLASH2_PARTS if _left_out(own, name)},
         )
 
+    def check_target(self, cfg: ModelConfig) -> None:
+        """Raises ValueError where the drafter is not one for the model of `cfg`."""
+        for ours, theirs in (
+            ("vocab_size", "vocab_size"),
+            ("hidden_size", "hidden_size"),
+            ("num_target_layers", "num_hidden_layers"),
+        ):
+            if getattr(self, ours) != getattr(cfg, theirs):
+                raise ValueError(
+                    f"the drafter has {ours} = {getattr(self, ours)}, but the model has {theirs} = "
+                    f"{getattr(cfg, theirs)}; use a drafter that was trained for this model"
+                )
+
     def to_hf(self) -> dict[str, Any]:
         """The config.json that describes this drafter; `from_hf` of it gives the same config back."""
         return {

@@ -2,8 +2,9 @@
 
 import dataclasses
 
+from qwen38_jax.tree import MAX_DRAFTS, Tree
+
 MODES = ("none", "mtp", "dflash2", "lookup", "mtp+lookup", "dflash2+lookup")
-MAX_VERIFY_TOKENS = 31  # blocks of 32 rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class SpecConfig:
       long_saturation: the same for a long block; 0 means D + 1.
       cheap_context: blocks are long while a sequence has fewer tokens than this.
       truncate_draft: sampled drafts heed the request's top-k and top-p.
+      tree: shape of the drafts, `verify_tokens` of them; None for a chain.
     """
 
     verify_tokens: int
@@ -47,17 +49,23 @@ class SpecConfig:
     long_saturation: int = 0
     cheap_context: int = 0
     truncate_draft: bool = True
+    tree: Tree | None = None
 
     def __post_init__(self):
         least = {"verify_tokens": 0, "nmin": 1, "nmax": self.nmin, "search": 1, "nstrong": 1, "nmin_tail": 1}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in ("bool", bool):
+            if field.type is bool:
                 if not isinstance(value, bool):
                     raise ValueError(f"{field.name} must be True or False, got {value!r}")
-            elif not isinstance(value, int) or isinstance(value, bool) or value < least.get(field.name, 0):
+            elif field.type is int and (type(value) is not int or value < least.get(field.name, 0)):
                 raise ValueError(
                     f"{field.name} must be an integer of at least {least.get(field.name, 0)}, got {value!r}"
                 )
-        if self.verify_tokens > MAX_VERIFY_TOKENS:
-            raise ValueError(f"verify_tokens must be at most {MAX_VERIFY_TOKENS}, got {self.verify_tokens}")
+        if self.verify_tokens > MAX_DRAFTS:
+            raise ValueError(f"verify_tokens must be at most {MAX_DRAFTS}, got {self.verify_tokens}")
+        if self.tree is not None and (self.lookup or len(self.tree.paths) != self.verify_tokens):
+            raise ValueError(
+                f"a tree of {len(self.tree.paths)} drafts is verified whole and without a lookup, got "
+                f"verify_tokens {self.verify_tokens}, lookup {self.lookup}"
+            )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from qwen38_jax import decode
-from qwen38_jax.block import chain_block
+from qwen38_jax.block import Block, chain_block
 from qwen38_jax.block_length import BlockLength, first_block, next_block, step_reason
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import DecodeState, StepOutput
@@ -19,10 +19,11 @@ from qwen38_jax.drafters.interface import SOURCES, DraftContext, Drafter, Observ
 from qwen38_jax.drafters.lookup import fuse, resize, suffix_match
 from qwen38_jax.model import forward, logits
 from qwen38_jax.params import Params
-from qwen38_jax.sampling import SamplerState, process_logits, token_logprobs, update_counts
+from qwen38_jax.sampling import SamplerState, process_logits, sample, token_logprobs, update_counts
 from qwen38_jax.spec_config import SpecConfig
-from qwen38_jax.state import State, StateConfig, accept
-from qwen38_jax.verification import Verdict, verify
+from qwen38_jax.state import State, StateConfig, accept_path
+from qwen38_jax.tree import Tree
+from qwen38_jax.verification import Verdict, verify, walk_tree
 
 Array = jax.Array
 
@@ -33,7 +34,7 @@ class Counts:
 
     steps, long_steps: `[B]` int32, decode steps and those that had a long block.
     drafted, accepted: `[B, sources, k]` int32, drafts verified and drafts emitted, by who proposed them (`SOURCES`) and
-      by their place in the block.
+      by their place in the block, a chain's or a tree's.
     """
 
     steps: Array
@@ -158,19 +159,22 @@ def forced_step(
 
 
 def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
-    proposal, has_tail, drafter_state = _propose(params, cfg, drafter, spec, state, verify_tokens)
+    propose = _propose if spec.tree is None else _propose_tree
+    proposal, has_tail, drafter_state = propose(params, cfg, drafter, spec, state, verify_tokens)
     old = state.decode
-    tokens = jnp.concatenate([old.token[:, None], proposal.tokens], axis=1)
-    valid = jnp.concatenate([old.active[:, None], proposal.valid], axis=1)
-    block = chain_block(jnp.where(valid, tokens, 0), old.model.lengths, valid)
+    block = _block(proposal, old, spec.tree)
     hidden, taps, model = forward(params, cfg, block, old.model, commit=False, tap_layers=drafter.tap_layers)
     scores = logits(params, hidden)
-    verdict = _judge(scores, proposal, old, forced)
+    verdict = _judge(scores, proposal, old, forced, spec.tree)
 
     emitted, stopped = _cut(verdict, old)
-    is_emitted = jnp.arange(verify_tokens + 1) < emitted[:, None]
-    model = accept(model, emitted)
+    is_emitted = jnp.arange(verdict.tokens.shape[1]) < emitted[:, None]
     # The rows that were read and stay: the anchor and the drafts emitted before the last token.
+    path = _path(verdict, is_emitted, block)
+    model = accept_path(model, jnp.pad(path, ((0, 0), (0, model.pending.path.shape[1] - path.shape[1]))))
+    # From here on a tree is the path in it that stays, a chain like any other.
+    block, hidden, scores = (_on_path(verdict, t) for t in (block, hidden, scores))
+    taps = jax.vmap(lambda tap: _on_path(verdict, tap))(taps)
     rows = Observed(block.tokens, block.positions, is_emitted, hidden, taps, old.hidden, model.block_table)
     last = jnp.maximum(emitted - 1, 0)[:, None]
     generated = old.generated + emitted
@@ -183,13 +187,13 @@ def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
         active=old.active & ~stopped & (generated < state.limit),
     )
     reason = step_reason(has_tail, emitted, state.block.long, spec, drafter.draft_tokens)
-    positions = old.model.lengths[:, None] + 1 + jnp.arange(verify_tokens + 1)
+    positions = old.model.lengths[:, None] + 1 + jnp.arange(verdict.tokens.shape[1])
     state = state.replace(
         decode=decoded,
         history=_write(state.history, positions, verdict.tokens, is_emitted),
         drafter=drafter.observe(params, cfg, rows, drafter_state),
         block=next_block(state.block, reason, model.lengths, spec, drafter.draft_tokens),
-        counts=_count(state, proposal, emitted),
+        counts=_count(state, proposal, path),
     )
     reported = token_logprobs(scores, verdict.tokens, top, real_vocab_size=old.sampler.real_vocab_size)
     return state, StepOutput(verdict.tokens, emitted, *reported, long=state.block.long)
@@ -197,39 +201,85 @@ def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
 
 def _propose(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, Any]:
     """`verify_tokens` drafts; whether a lookup reaches behind the drafter's own; the drafter's state."""
+    with jax.named_scope("draft"):
+        proposal, drafter_state = drafter.propose(params, cfg, _context(state), state.drafter)
+        has_tail = jnp.zeros_like(state.decode.active)
+        if spec.lookup:
+            sizes = {"nmin": spec.nmin, "nmax": spec.nmax, "search": spec.search}
+            match = suffix_match(state.history, state.decode.model.lengths, spec.verify_tokens, **sizes)
+            proposal, has_tail = fuse(proposal, match, spec)
+    proposal = resize(proposal, verify_tokens)
+    room = jnp.minimum(jnp.where(state.block.long, spec.verify_tokens, drafter.draft_tokens), _room(state))
+    valid = proposal.valid & (jnp.arange(verify_tokens) < room[:, None])
+    return proposal.replace(valid=jnp.cumprod(valid, axis=1).astype(bool)), has_tail, drafter_state
+
+
+def _propose_tree(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, Any]:
+    """As `_propose`, the drafts of `spec.tree`."""
+    with jax.named_scope("draft"):
+        proposal, drafter_state = drafter.propose_tree(params, cfg, _context(state), state.drafter, spec.tree)
+    valid = proposal.valid & (spec.tree.depths[1:] <= _room(state)[:, None])
+    valid = jnp.all(valid[:, None, :] | ~spec.tree.ancestors[1:, 1:], axis=2)
+    return proposal.replace(valid=valid), jnp.zeros_like(state.decode.active), drafter_state
+
+
+def _context(state: SpeculativeState) -> DraftContext:
     old = state.decode
-    position = old.model.lengths
-    context = DraftContext(
+    return DraftContext(
         anchor=old.token,
-        position=position,
+        position=old.model.lengths,
         hidden=old.hidden,
         history=state.history,
         active=old.active,
         sampler=old.sampler,
         block_table=old.model.block_table,
     )
-    with jax.named_scope("draft"):
-        proposal, drafter_state = drafter.propose(params, cfg, context, state.drafter)
-        has_tail = jnp.zeros_like(old.active)
-        if spec.lookup:
-            sizes = {"nmin": spec.nmin, "nmax": spec.nmax, "search": spec.search}
-            match = suffix_match(state.history, position, spec.verify_tokens, **sizes)
-            proposal, has_tail = fuse(proposal, match, spec)
-    proposal = resize(proposal, verify_tokens)
-    index = jnp.arange(verify_tokens)
-    room = jnp.where(state.block.long, spec.verify_tokens, drafter.draft_tokens)
-    # The last token that may be emitted needs no draft: it comes out of the row before it.
-    room = jnp.where(old.active, jnp.minimum(room, state.limit - old.generated - 1), 0)
-    valid = jnp.cumprod(proposal.valid & (index < room[:, None]), axis=1).astype(bool)
-    return proposal.replace(valid=valid), has_tail, drafter_state
 
 
-def _judge(scores: Array, proposal: Proposal, old: DecodeState, forced: Array | None) -> Verdict:
+def _room(state: SpeculativeState) -> Array:
+    """How many drafts one behind the other there is room for, `[B]`; none in an idle slot.
+
+    The last token that may be emitted needs no draft: it comes out of the row before it.
+    """
+    return jnp.where(state.decode.active, state.limit - state.decode.generated - 1, 0)
+
+
+def _block(proposal: Proposal, old: DecodeState, tree: Tree | None) -> Block:
+    """The anchor and the drafts, as the model reads them."""
+    tokens = jnp.concatenate([old.token[:, None], proposal.tokens], axis=1)
+    valid = jnp.concatenate([old.active[:, None], proposal.valid], axis=1)
+    tokens = jnp.where(valid, tokens, 0)
+    if tree is None:
+        return chain_block(tokens, old.model.lengths, valid)
+    positions = jnp.where(valid, old.model.lengths[:, None] + tree.depths, 0)
+    return Block(tokens, positions, valid, jnp.broadcast_to(tree.parents, tokens.shape))
+
+
+def _path(verdict: Verdict, is_emitted: Array, block: Block) -> Array:
+    """`[B, rows]` bool, the rows of the block that stay: as many as `is_emitted [B, depths]` says."""
+    if verdict.rows is None:
+        return is_emitted
+    rows = jnp.arange(block.tokens.shape[1])
+    return jnp.any(is_emitted[..., None] & (verdict.rows[..., None] == rows), axis=1)
+
+
+def _on_path(verdict: Verdict, tree: Any) -> Any:
+    """Of arrays `[B, rows, ...]` the rows of the path that stays; all of a chain."""
+    if verdict.rows is None:
+        return tree
+    sequence = jnp.arange(len(verdict.rows))[:, None]
+    return jax.tree.map(lambda t: t[sequence, verdict.rows], tree)
+
+
+def _judge(scores: Array, proposal: Proposal, old: DecodeState, forced: Array | None, tree: Tree | None) -> Verdict:
     first = old.model.lengths + 1
+    if tree is not None:
+        at = first[:, None] + tree.depths
+        said = _said(scores, proposal, old, tree, at) if forced is None else _forced_tokens(forced, at)
+        return walk_tree(said, proposal.tokens, proposal.valid, tree)
     rows = jnp.arange(scores.shape[1])
     if forced is not None:
-        at = jnp.minimum(first[:, None] + rows, forced.shape[1] - 1)
-        tokens = jnp.take_along_axis(forced, at, axis=1)
+        tokens = _forced_tokens(forced, first[:, None] + rows)
         stays = proposal.valid & (proposal.tokens == tokens[:, :-1])
         return Verdict(tokens, jnp.sum(jnp.cumprod(stays, axis=1), axis=1, dtype=jnp.int32))
     # Row l follows the drafts before it; the id V is dropped.
@@ -237,6 +287,18 @@ def _judge(scores: Array, proposal: Proposal, old: DecodeState, forced: Array | 
     drafted = jnp.where(follows & proposal.valid[:, None, :], proposal.tokens[:, None, :], scores.shape[-1])
     log_p = process_logits(scores, old.sampler, old.generated[:, None] + rows, drafted)
     return verify(log_p, proposal, old.sampler, first)
+
+
+def _said(scores: Array, proposal: Proposal, old: DecodeState, tree: Tree, at: Array) -> Array:
+    """`[B, rows]` int32: the token drawn after each row of a tree, with the noise of its position `at [B, rows]`."""
+    on_way = tree.ancestors[:, 1:] & proposal.valid[:, None, :]
+    drafted = jnp.where(on_way, proposal.tokens[:, None, :], scores.shape[-1])
+    log_p = process_logits(scores, old.sampler, old.generated[:, None] + tree.depths, drafted)
+    return sample(log_p, old.sampler, at)
+
+
+def _forced_tokens(text: Array, at: Array) -> Array:
+    return jnp.take_along_axis(text, jnp.minimum(at, text.shape[1] - 1), axis=1)
 
 
 def _cut(verdict: Verdict, old: DecodeState) -> tuple[Array, Array]:
@@ -249,13 +311,11 @@ def _cut(verdict: Verdict, old: DecodeState) -> tuple[Array, Array]:
     return jnp.where(old.active, emitted, 0).astype(jnp.int32), stopped & old.active
 
 
-def _count(state: SpeculativeState, proposal: Proposal, emitted: Array) -> Counts:
+def _count(state: SpeculativeState, proposal: Proposal, path: Array) -> Counts:
     counts, active = state.counts, state.decode.active
-    of_source = proposal.source[:, None, :] == jnp.arange(len(SOURCES))[:, None]
-    index = jnp.arange(proposal.tokens.shape[1])
-    drafted = of_source & proposal.valid[:, None, :]
+    drafted = proposal.valid[:, None, :] & (proposal.source[:, None, :] == jnp.arange(len(SOURCES))[:, None])
     # The last token emitted counts as the model's own, even where it is a draft, a stop id: 1 + accepted each step.
-    accepted = drafted & (index < emitted[:, None, None] - 1)
+    accepted = drafted & path[:, None, 1:]
     width = proposal.tokens.shape[1]
     return counts.replace(
         steps=counts.steps + active,

@@ -1,4 +1,4 @@
-"""Which drafts of a chain stay, and the token after them: exact for any drafter that tells how it drew.
+"""Which drafts stay, and the token after them: exact for any drafter that tells how it drew.
 
 Speculative sampling (Leviathan et al., 2023; Chen et al., 2023): a draft x that was drawn from q is kept with
 probability min(1, p(x) / q(x)), where p is the target's own distribution; where one is not kept, the next token is
@@ -7,10 +7,12 @@ drawn from max(p - q, 0), normalised; after a block that is kept entirely, from 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from qwen38_jax.drafters.interface import Proposal
 from qwen38_jax.sampling import ACCEPT, RESIDUAL, TARGET, SamplerState, row_keys, sample
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -22,10 +24,13 @@ class Verdict:
     """tokens: `[B, K + 1]` int32, the drafts that stay, then one more token; meaningless behind it.
 
     accepted: `[B]` int32 in [0, K], how many drafts stay.
+    rows: of a tree of depth D, whose K is D here, `[B, D + 1]` int32: the rows of the block on the path that stays, the
+      anchor's first; meaningless behind it. None for a chain, whose rows are in order.
     """
 
     tokens: Array
     accepted: Array
+    rows: Array | None = None
 
 
 def verify(log_p: Array, proposal: Proposal, sampler: SamplerState, positions: Array) -> Verdict:
@@ -60,6 +65,30 @@ def verify(log_p: Array, proposal: Proposal, sampler: SamplerState, positions: A
         tokens = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
         tokens = jnp.where(jnp.arange(log_p.shape[1]) == accepted[:, None], last[:, None], tokens)
         return Verdict(tokens, accepted)
+
+
+def walk_tree(said: Array, drafts: Array, valid: Array, tree: Tree) -> Verdict:
+    """Which path down a tree of drafts stays: the one that the target's own draws take.
+
+    From a row the path goes to the draft that is the token drawn there, and ends where there is none. Every token is a
+    draw of the target's, so this is exact for any tree that was built before the draws; no q is needed.
+
+    Args:
+      said: `[B, rows]` int32, the token drawn (or forced) after each row.
+      drafts: `[B, rows - 1]` int32; valid: `[B, rows - 1]` bool, never true below a draft for which it is not. Of
+        equal drafts that follow the same row the first counts.
+    """
+    with jax.named_scope("accept"):
+        parents, ancestors = tree.parents[1:], tree.ancestors
+        elder = (parents[:, None] == parents) & np.tri(len(parents), k=-1, dtype=bool)
+        repeated = jnp.any(elder & (drafts[:, :, None] == drafts[:, None, :]) & valid[:, None, :], axis=2)
+        fits = valid & ~repeated & (drafts == said[:, parents])
+        fits = jnp.pad(fits, ((0, 0), (1, 0)), constant_values=True)  # the anchor
+        stays = jnp.all(fits[:, None, :] | ~ancestors, axis=2)
+        at_depth = stays[:, None, :] & (tree.depths == np.arange(tree.depth + 1)[:, None])
+        rows = jnp.argmax(at_depth, axis=2).astype(jnp.int32)
+        accepted = jnp.sum(stays, axis=1, dtype=jnp.int32) - 1
+        return Verdict(jnp.take_along_axis(said, rows, axis=1), accepted, rows)
 
 
 def _log_q_of_drafts(proposal: Proposal, vocab_size: int) -> tuple[Array, Array]:

@@ -11,7 +11,9 @@ their size through the layers, but the text such a model writes means nothing.
 """
 
 import argparse
+from pathlib import Path
 
+from qwen38_jax.checkpoint.load import read_config
 from qwen38_jax.checkpoint.synthetic import LIKE, SCALES, recipe, write
 
 
@@ -24,6 +26,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--layers", type=int, help="text layers, a multiple of 4; of a drafter any number")
     parser.add_argument("--vocab", type=int, help="rows of the embedding and of the head")
+    parser.add_argument("--target", type=Path, metavar="DIR", help="a checkpoint that the drafter is to fit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-vision", action="store_true", help="leave the vision tower out (default: written)")
     parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer and chat template from here")
@@ -32,7 +35,15 @@ def main(argv: list[str] | None = None) -> None:
     if args.workers is not None and args.workers < 1:
         parser.error("--workers must be at least 1")
     try:
-        chosen = recipe(args.like, scale=args.scale, layers=args.layers, vocab=args.vocab, vision=not args.no_vision)
+        target = None if args.target is None else read_config(args.target)[2]
+        chosen = recipe(
+            args.like,
+            scale=args.scale,
+            layers=args.layers,
+            vocab=args.vocab,
+            vision=not args.no_vision,
+            target=target,
+        )
         write(args.destination, chosen, seed=args.seed, tokenizer=args.tokenizer, workers=args.workers)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error

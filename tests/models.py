@@ -94,6 +94,28 @@ def assert_same_state(a: State, b: State, atol: float = 1e-4) -> None:
         np.testing.assert_allclose(x, y, atol=atol, rtol=atol)
 
 
+def nudged(params: Params) -> Params:
+    """Parameters whose embedding is off by up to half a unit in the last place, whose effect is rounding's alone."""
+    noise = jax.random.uniform(jax.random.key(2), params.embed.shape, minval=-1.0, maxval=1.0)
+    return params.replace(embed=params.embed * (1 + noise * 2.0**-24))
+
+
+def assert_same_up_to_rounding(a: State, b: State, nudged: State, atol: float = 1e-5, factor: float = 8.0) -> None:
+    """As `assert_same_state`, to `atol`, or where rounding alone makes more of a difference, to a few times that.
+
+    nudged: what `b` is with `nudged` parameters. The deeper a layer, the more these random ones amplify the last bit;
+    the first has seen no other layer, and gets no such allowance.
+    """
+    np.testing.assert_array_equal(a.lengths, b.lengths)
+    np.testing.assert_allclose(a.recurrent[0], b.recurrent[0], atol=atol)
+    np.testing.assert_allclose(a.conv[0], b.conv[0], atol=atol)
+    triples = [(s.recurrent, s.conv, committed(s, s.kv.k), committed(s, s.kv.v)) for s in (a, b, nudged)]
+    for x, y, z in zip(*triples, strict=True):
+        for layer, (got, want, off) in enumerate(zip(x, y, z, strict=True)):
+            bound = max(atol, factor * float(np.abs(np.asarray(off) - np.asarray(want)).max()))
+            np.testing.assert_allclose(got, want, atol=bound, rtol=0, err_msg=f"layer {layer}")
+
+
 def committed(state: State, pool) -> np.ndarray:
     """`[layers, B, longest, kv_heads, D]` of a page pool, zero beyond each sequence's length."""
     layers, _, page = pool.shape[:3]

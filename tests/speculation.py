@@ -13,8 +13,9 @@ from qwen38_jax.drafters.interface import MTP, DraftContext, Proposal
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
+from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import StateConfig, init_state
-from tests.models import poisoned_state
+from tests.models import SMALL, poisoned_state, small_params
 
 GREEDY = SamplingParams(temperature=0, seed=0)
 
@@ -33,6 +34,7 @@ class Scripted:
     wrong: jax.Array
     count: jax.Array
 
+    name = "mtp"
     draft_tokens = DRAFTS
     tap_layers = ()
 
@@ -113,6 +115,17 @@ def generate(params, cfg, drafter, spec, prompts, requests=None, steps=1000):
         length = spec.verify_tokens if (output.long & state.decode.active).any() else short
         state, output = step(params, cfg, drafter, spec, state, verify_tokens=length, top=0)
     return texts, state
+
+
+def assert_same_mtp_cache(state, texts, atol=1e-4):
+    """P - 1 rows for P tokens, equal to those of a prefill of the texts by the small model."""
+    read, _ = begin(small_params(), SMALL, script(texts), SpecConfig(verify_tokens=DRAFTS), texts)
+    for row, text in enumerate(texts):
+        assert int(state.decode.model.lengths[row]) == len(text)
+        pages = np.asarray(state.decode.model.block_table)[row]
+        for got, want in zip(jax.tree.leaves(state.drafter), jax.tree.leaves(read.drafter), strict=True):
+            got, want = (np.asarray(t)[0, pages].reshape(CAPACITY, -1)[: len(text) - 1] for t in (got, want))
+            np.testing.assert_allclose(got, want, atol=atol)
 
 
 @functools.partial(jax.jit, static_argnames="cfg")

@@ -108,9 +108,8 @@ def test_plan(capsys):
     assert record["total"] == sum(item["nbytes"] for item in record["items"])
     assert all(change["total"] <= record["budget"]["nbytes"] for change in record["fitting"]) and record["fitting"]
     assert record["settings"]["verify_rows"] == 16 and record["dtype"] == "bfloat16"
-    assert record["not_runnable"] == ["the DFlash2 drafter"]
     code, out, _ = cli(capsys, *fast, "--context", "65536", *drafter[:-1], "--verify-tokens", "7")
-    assert code == 1 and "too much" in out and "would fit: 16,384 tokens" in out and "not runnable yet: " in out
+    assert code == 1 and "too much" in out and "would fit: 16,384 tokens" in out
 
 
 def test_plan_of_the_shipped_checkpoint_is_what_generate_takes_here(capsys):
@@ -119,7 +118,7 @@ def test_plan_of_the_shipped_checkpoint_is_what_generate_takes_here(capsys):
 
     code, out, _ = cli(capsys, "plan", "--json")
     record = json.loads(out)
-    assert code == 0 and record["fits"] and record["dtype"] == "float32" and record["not_runnable"] == []
+    assert code == 0 and record["fits"] and record["dtype"] == "float32"
     cfg = read_config(SHIPPED_CHECKPOINT)[2]
     weights = sum(item["nbytes"] for item in record["items"] if item["part"] == "weights")
     assert weights == byte_count(dataclasses.replace(cfg, dtype="float32"))
@@ -139,10 +138,10 @@ def test_memory_gib(capsys):
         (("plan", "--like", "x"), "qwen3.8-27b-w4a16"),
         (("plan", "--like", "qwen3.8-27b", "--kv-dtype", "int8", "--memory-gib", "24"), "--kv-dtype int8"),
         (("plan", "--speculate", "dflash2"), "--drafter"),
-        (("plan", "--drafter", "/nonexistent"), "--speculate dflash2"),
+        (("plan", "--drafter-like", "qwen3.8-27b-dflash2"), "choose dflash2 or"),
         (("plan", "--drafter", "/nonexistent", "--speculate", "dflash2"), "/nonexistent"),
         (("plan", "--drafter-like", "tiny", "--speculate", "dflash2"), "qwen3.8-27b-dflash2"),
-        (("plan", "--drafter-like", "qwen3.8-27b-dflash2", "--speculate", "dflash2"), "another model"),
+        (("plan", "--drafter-like", "qwen3.8-27b-dflash2", "--speculate", "dflash2"), "trained for this model"),
         (("plan", "--speculate", "mtp", "--verify-tokens", "9"), "more than the 4"),
         (("plan", "--verify-tokens", "4"), "choose a mode"),
         (("plan", "--speculate", "lookup", "--verify-tokens", "0"), "verify_tokens"),
@@ -163,7 +162,8 @@ def test_memory_gib(capsys):
         (("generate", "--prompt", "x", "--max-batch", "0"), "max_batch"),
         (("generate", "--prompt", "x", "--logprobs", "2"), "--json"),
         (("generate", "--prompt", "x", "--no-thinking"), "--chat"),
-        (("generate", "--prompt", "x", "--speculate", "dflash2"), "cannot be run yet"),
+        (("generate", "--prompt", "x", "--speculate", "dflash2"), "--drafter"),
+        (("generate", "--prompt", "x", "--speculate", "dflash2", "--drafter", "/nonexistent"), "/nonexistent"),
         (("generate", "--prompt", "x", "--draft-tokens", "3"), "choose a mode"),
         (("generate", "--prompt", "x", "--speculate", "mtp", "--verify-tokens", "9"), "more than the 4"),
         (("generate", "--prompt", "x", "--speculate", "lookup", "--draft-vocab", "ids.pt"), "for the MTP head"),

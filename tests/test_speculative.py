@@ -12,8 +12,19 @@ from qwen38_jax import decode, speculative
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import StateConfig, abstract_state, flush, init_state
-from tests.models import SMALL, assert_same_state, prompt, small_params
-from tests.speculation import CAPACITY, DRAFTS, GREEDY, begin, generate, plain, sampler_of, script, step
+from tests.models import SMALL, assert_same_up_to_rounding, nudged, prompt, small_params
+from tests.speculation import (
+    CAPACITY,
+    DRAFTS,
+    GREEDY,
+    assert_same_mtp_cache,
+    begin,
+    generate,
+    plain,
+    sampler_of,
+    script,
+    step,
+)
 
 PROMPTS = [np.asarray(prompt(n, seed=n))[0].tolist() for n in (5, 21)]
 SPEC = SpecConfig(verify_tokens=DRAFTS)
@@ -38,7 +49,7 @@ def run(drafter, requests=None, prompts=PROMPTS, **options):
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 15, 31])
 def test_any_number_of_drafts_right_and_wrong(k):
     texts, whole = greedy()
-    for wrong in ((), *(((i,) for i in range(3)) if k == 3 else ((k // 2,),))):
+    for wrong in ((), range(k), *((i,) for i in range(1, k))):
         got, state = run(script(whole, k, wrong))
         assert got == [t[:NEW] for t in texts], wrong
         accepted = min(wrong, default=k)
@@ -55,20 +66,10 @@ def test_state_after_some_of_the_drafts_equals_that_of_single_tokens(accepted):
     _, whole = greedy()
     _, state = run(script(whole, wrong=() if accepted == DRAFTS else (accepted,)), steps=1)
     _, single = plain(small_params(), SMALL, PROMPTS, accepted + 2)
-    assert_same_state(flush(state.decode.model), single.model)
+    _, off = plain(nudged(small_params()), SMALL, PROMPTS, accepted + 2)
+    assert_same_up_to_rounding(flush(state.decode.model), single.model, off.model)
     np.testing.assert_allclose(state.decode.hidden, single.hidden, atol=1e-4)
     assert_same_mtp_cache(state, [w[: len(p) + accepted + 1] for w, p in zip(whole, PROMPTS, strict=True)])
-
-
-def assert_same_mtp_cache(state, texts):
-    """P - 1 rows for P tokens, equal to those of a prefill of the texts."""
-    read, _ = begin(small_params(), SMALL, script(texts), SPEC, texts)
-    for row, text in enumerate(texts):
-        assert int(state.decode.model.lengths[row]) == len(text)
-        pages = np.asarray(state.decode.model.block_table)[row]
-        for got, want in zip(jax.tree.leaves(state.drafter), jax.tree.leaves(read.drafter), strict=True):
-            got, want = (np.asarray(t)[0, pages].reshape(CAPACITY, -1)[: len(text) - 1] for t in (got, want))
-            np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 def test_stop_id_at_every_place_of_a_block():

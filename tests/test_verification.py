@@ -1,6 +1,5 @@
 """Acceptance: exact in distribution for any kind of draft, the argmax for greedy requests, and unbreakable."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,28 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from scipy import stats
 
 from qwen38_jax.drafters.interface import MTP, Proposal, draft_log_q, draw_candidate
 from qwen38_jax.sampling import process_logits, sample, sampler_state, update_counts
 from qwen38_jax.sampling_params import SamplingParams
 from qwen38_jax.verification import verify
+from tests.distribution import LENGTH, SAMPLES, V, assert_distributed, batch_of
 from tests.golden import GOLDEN, needs_golden
 
-V, K, SAMPLES, LENGTH = 16, 3, 20_000, 3
+K = 3
 RNG = np.random.default_rng(0)
 # The target and the drafter are Markov chains: logits of the next token given the last. They agree somewhat.
 TARGET_LOGITS = jnp.asarray(RNG.normal(size=(V, V)) * 1.5, jnp.float32)
 DRAFT_IDS = jnp.arange(0, V, 2)  # half of the vocabulary
 DRAFT_LOGITS = 0.6 * TARGET_LOGITS[:, ::2] + jnp.asarray(RNG.normal(size=(V, V // 2)), jnp.float32)
 FIRST = 7
-
-
-def batch_of(request, n):
-    """`n` requests that differ in nothing but their keys."""
-    one = sampler_state([dataclasses.replace(request, seed=0)], [[]], vocab_size=V, real_vocab_size=V, eos_ids=())
-    many = jax.tree.map(lambda row: jnp.broadcast_to(row, (n, *row.shape[1:])), one)
-    return many.replace(key_data=jnp.stack([jnp.zeros(n, jnp.uint32), jnp.arange(n, dtype=jnp.uint32)], axis=1))
 
 
 def draft(last, at, point_mass, sampler) -> Proposal:
@@ -81,23 +73,6 @@ def exact(sampler, length):
         log_p = process_logits(TARGET_LOGITS[last], counted, jnp.full(len(texts), n))[: V**n]
         joint = (joint[:, None] * jnp.exp(log_p)).reshape(-1)
     return joint
-
-
-def assert_distributed(texts, joint):
-    """Chi-square on the joint, cells pooled to an expected count of 5 or more; total variation of every marginal."""
-    cells = np.ravel_multi_index(np.asarray(texts).T, (V,) * LENGTH)
-    observed, expected = np.bincount(cells, minlength=V**LENGTH), np.asarray(joint, np.float64) * len(cells)
-    assert not observed[expected == 0].any(), "a token that the target excludes"
-    small = expected < 5
-    observed, expected = (np.append(x[~small], x[small].sum()) for x in (observed, expected))
-    if expected[-1] < 5:  # into the next larger one
-        observed, expected = (np.append(x[:-2], x[-2:].sum()) for x in (observed, expected))
-    assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-4
-    for position in range(LENGTH):
-        others = tuple(i for i in range(LENGTH) if i != position)
-        marginal = np.asarray(joint).reshape((V,) * LENGTH).sum(axis=others)
-        counted = np.bincount(np.asarray(texts)[:, position], minlength=V) / len(cells)
-        assert np.abs(counted - marginal).sum() / 2 < 0.02
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9}, {"frequency_penalty": 1.5}], ids=str)

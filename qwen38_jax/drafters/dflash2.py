@@ -16,8 +16,8 @@ from flax import struct
 from jax import lax
 
 from qwen38_jax.config import DFlash2Config, ModelConfig
-from qwen38_jax.drafters.interface import DFLASH2, DraftContext, Observed, Proposal
-from qwen38_jax.drafters.selector import make_lattice, walk
+from qwen38_jax.drafters.interface import DFLASH2, DraftContext, Observed, Proposal, point_masses
+from qwen38_jax.drafters.selector import Lattice, make_lattice, tree_walk, walk
 from qwen38_jax.layers.attention import group_queries, merge, normalise, partial_attention
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.mlp import mlp
@@ -26,6 +26,7 @@ from qwen38_jax.layers.rope import RopeTable, apply_rope, text_rope_table
 from qwen38_jax.model import logits
 from qwen38_jax.params import BlockAttention, BlockConv, DFlash2Layer, DFlash2Params, Params, layer_at
 from qwen38_jax.state import StateConfig
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -57,6 +58,8 @@ class DFlash2:
     cfg: DFlash2Config = struct.field(pytree_node=False)
     truncate: bool = struct.field(pytree_node=False, default=True)
 
+    name = "dflash2"
+
     @property
     def draft_tokens(self) -> int:
         return self.cfg.block_size - 1
@@ -67,33 +70,14 @@ class DFlash2:
 
     def init(self, cfg: ModelConfig, sizes: StateConfig) -> ContextCache:
         """Raises ValueError where the drafter is not one for this target."""
-        for ours, theirs in (
-            ("vocab_size", "vocab_size"),
-            ("hidden_size", "hidden_size"),
-            ("num_target_layers", "num_hidden_layers"),
-        ):
-            if getattr(self.cfg, ours) != getattr(cfg, theirs):
-                raise ValueError(
-                    f"the drafter has {ours} = {getattr(self.cfg, ours)}, but the model has {theirs} = "
-                    f"{getattr(cfg, theirs)}; use a drafter that was trained for this model"
-                )
+        self.cfg.check_target(cfg)
         return init_context(self.cfg, sizes.batch)
 
     def propose(
         self, params: Params, cfg: ModelConfig, context: DraftContext, state: ContextCache
     ) -> tuple[Proposal, ContextCache]:
         batch, drafts = context.anchor.shape[0], self.draft_tokens
-        masks = jnp.full((batch, drafts), self.cfg.mask_token_id, jnp.int32)
-        block = embed(params.embed, jnp.concatenate([context.anchor[:, None], masks], axis=1))
-        hidden = block_hidden(self.params, self.cfg, state, block, context.position)[:, 1:]
-        lattice = make_lattice(
-            self.params.selector,
-            hidden,
-            logits(params, hidden),
-            context.anchor,
-            count=self.cfg.selector_top_k,
-            real_vocab_size=context.sampler.real_vocab_size,
-        )
+        lattice = self._lattice(params, context, state)
         positions = context.position[:, None] + 1 + jnp.arange(drafts)
         chosen, log_q = walk(lattice, context.sampler, positions, self.truncate)
         shape = (batch, drafts)
@@ -106,6 +90,35 @@ class DFlash2:
             source=jnp.full(shape, DFLASH2, jnp.int32),
         )
         return proposal, state
+
+    def propose_tree(
+        self, params: Params, cfg: ModelConfig, context: DraftContext, state: ContextCache, tree: Tree
+    ) -> tuple[Proposal, ContextCache]:
+        """The drafts of a tree out of one block: those that follow a row are the candidates that score best after it.
+
+        Raises ValueError where the tree is deeper than the block or wider than the candidates.
+        """
+        if tree.depth > self.draft_tokens or tree.ranks > self.cfg.selector_top_k:
+            raise ValueError(
+                f"the drafter has {self.cfg.selector_top_k} candidates in each of {self.draft_tokens} places, "
+                f"the tree wants {tree.ranks} in {tree.depth}"
+            )
+        lattice = self._lattice(params, context, state)
+        tokens = tree_walk(lattice, tree)
+        return point_masses(tokens, jnp.ones(tokens.shape, bool), DFLASH2), state
+
+    def _lattice(self, params: Params, context: DraftContext, state: ContextCache) -> Lattice:
+        masks = jnp.full((context.anchor.shape[0], self.draft_tokens), self.cfg.mask_token_id, jnp.int32)
+        block = embed(params.embed, jnp.concatenate([context.anchor[:, None], masks], axis=1))
+        hidden = block_hidden(self.params, self.cfg, state, block, context.position)[:, 1:]
+        return make_lattice(
+            self.params.selector,
+            hidden,
+            logits(params, hidden),
+            context.anchor,
+            count=self.cfg.selector_top_k,
+            real_vocab_size=context.sampler.real_vocab_size,
+        )
 
     def observe(self, params: Params, cfg: ModelConfig, rows: Observed, state: ContextCache) -> ContextCache:
         return extend_context(self.params, self.cfg, state, rows.taps, rows.positions, rows.valid)

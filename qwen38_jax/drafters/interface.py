@@ -16,6 +16,7 @@ from qwen38_jax.config import ModelConfig
 from qwen38_jax.params import Params
 from qwen38_jax.sampling import DRAFT, SamplerState, row_keys
 from qwen38_jax.state import StateConfig
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -89,8 +90,21 @@ class Observed:
     block_table: Array
 
 
+def point_masses(tokens: Array, valid: Array, source: int) -> Proposal:
+    """Drafts `tokens [B, K]` that were not drawn, as those of a tree."""
+    none = jnp.zeros((*tokens.shape, 0))
+    sure = jnp.ones_like(valid)
+    return Proposal(tokens, none.astype(jnp.int32), none, sure, valid, jnp.full_like(tokens, source))
+
+
 class Drafter(Protocol):
-    """`draft_tokens`: K, how many drafts `propose` returns. `tap_layers`: what `Observed.taps` must hold."""
+    """What drafts.
+
+    name: one of `SOURCES` that says what proposes, empty for a drafter without tokens of its own. draft_tokens: K, how
+    many drafts `propose` returns. tap_layers: what `Observed.taps` must hold.
+    """
+
+    name: str
 
     @property
     def draft_tokens(self) -> int: ...
@@ -103,6 +117,11 @@ class Drafter(Protocol):
 
     def propose(self, params: Params, cfg: ModelConfig, context: DraftContext, state: Any) -> tuple[Proposal, Any]:
         """Drafts to follow the anchors. `params` and `cfg` are the target's, whose embedding and head may be shared."""
+
+    def propose_tree(
+        self, params: Params, cfg: ModelConfig, context: DraftContext, state: Any, tree: Tree
+    ) -> tuple[Proposal, Any]:
+        """Drafts of `tree.paths`, in their order: point masses, of which none may depend on what the model draws."""
 
     def observe(self, params: Params, cfg: ModelConfig, rows: Observed, state: Any) -> Any:
         """The state after the model has read `rows`: called for every prefill chunk and after every verify block."""

@@ -108,6 +108,8 @@ def resize(proposal: Proposal, k: int) -> Proposal:
 class NoDrafter:
     """Proposes nothing of its own: what is verified is what the lookup finds."""
 
+    name = ""
+
     @property
     def draft_tokens(self) -> int:
         return 0

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwen38_jax.config import DFlash2Config
+from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.interface import Drafter
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.layers.linear import rows_of
-from qwen38_jax.params import DraftHead, Params
+from qwen38_jax.params import DFlash2Params, DraftHead, Params
 from qwen38_jax.quantization import LAYOUTS, QuantTensor, in_rows
 from qwen38_jax.spec_config import MODES, SpecConfig
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -20,37 +23,73 @@ MTP_TOKENS = 4
 LOOKUP_TOKENS = 15  # 16 rows: what a tile of a matrix product takes anyway
 
 
-def plan(mode: str, draft_tokens: int | None = None, verify_tokens: int | None = None) -> tuple[int, SpecConfig] | None:
+def plan(
+    mode: str,
+    draft_tokens: int | None = None,
+    verify_tokens: int | None = None,
+    dflash2: DFlash2Config | None = None,
+    tree: Tree | None = None,
+) -> tuple[int, SpecConfig] | None:
     """How many drafts a mode's drafter proposes, and the mode's settings; None for "none". Needs no checkpoint.
 
     Args:
       mode: one of `MODES`.
       draft_tokens: of the drafter itself. verify_tokens: drafts that a block has at most, those of the lookup included.
+      dflash2: of the DFlash2 drafter. It drafts whole blocks, of which `verify_tokens` may be only the first part.
+      tree: shape of the drafts of MTP or DFlash2, which says how many there are; None for a chain.
 
     Raises:
-      ValueError: the mode is unknown or has no use for an option; more drafts than are verified, or none.
+      ValueError: the mode is unknown or has no use for an option or a drafter, or lacks it; more drafts than are
+        verified, or none.
     """
     if mode not in MODES:
         raise ValueError(f"speculation mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if "dflash2" in mode and dflash2 is None:
+        raise ValueError(f"mode {mode} needs a DFlash2 drafter: name its directory (--drafter)")
+    if "dflash2" not in mode and dflash2 is not None:
+        raise ValueError(f"mode {mode} has no use for a DFlash2 drafter: choose dflash2 or dflash2+lookup")
     if mode == "none":
-        if draft_tokens is not None or verify_tokens is not None:
-            raise ValueError("draft_tokens and verify_tokens are for speculation: choose a mode other than none")
+        if draft_tokens is not None or verify_tokens is not None or tree is not None:
+            raise ValueError("draft_tokens, verify_tokens and trees are for speculation: choose a mode other than none")
         return None
-    if "dflash2" in mode:
-        raise ValueError(f"mode {mode} needs the DFlash2 drafter, which cannot be run yet: choose another")
-    lookup, own = "lookup" in mode, mode != "lookup"
-    if not own and draft_tokens is not None:
-        raise ValueError("draft_tokens is for drafters with tokens of their own: lookup takes verify_tokens")
-    drafts = (MTP_TOKENS if draft_tokens is None else draft_tokens) if own else 0
-    if own and drafts < 1:
-        raise ValueError(f"draft_tokens must be at least 1, got {drafts}")
+    if tree is not None:
+        if mode not in ("mtp", "dflash2") or draft_tokens is not None or verify_tokens is not None:
+            raise ValueError(
+                f"a tree of drafts is for modes mtp and dflash2 and says itself how many there are, got mode {mode}, "
+                f"draft_tokens {draft_tokens}, verify_tokens {verify_tokens}"
+            )
+        return len(tree.paths), SpecConfig(verify_tokens=len(tree.paths), tree=tree)
+    lookup, drafts = "lookup" in mode, _own_drafts(mode, draft_tokens, dflash2)
     if verify_tokens is None:
         verify_tokens = max(LOOKUP_TOKENS, drafts) if lookup else drafts
-    if verify_tokens < max(drafts, 1):
-        raise ValueError(f"verify_tokens must be at least {max(drafts, 1)}, what is drafted, got {verify_tokens}")
+    least = max(drafts, 1) if dflash2 is None else 1
+    if verify_tokens < least:
+        raise ValueError(f"verify_tokens must be at least {least}, got {verify_tokens}")
     if not lookup and verify_tokens > drafts:
         raise ValueError(f"verify_tokens {verify_tokens} are more than the {drafts} that mode {mode} drafts")
-    return drafts, SpecConfig(verify_tokens=verify_tokens, lookup=lookup)
+    # Where a drafter has no tokens of its own, a short match spoils none, and any draft is better than an empty row.
+    eager = {} if drafts else {"nmin": 1, "nstrong": 1, "nmin_tail": 1}
+    return drafts, SpecConfig(verify_tokens=verify_tokens, lookup=lookup, **eager)
+
+
+def _own_drafts(mode: str, draft_tokens: int | None, dflash2: DFlash2Config | None) -> int:
+    """How many tokens the drafter of a mode proposes beside those looked up."""
+    if mode == "lookup":
+        if draft_tokens is not None:
+            raise ValueError("draft_tokens is for drafters with tokens of their own: lookup takes verify_tokens")
+        return 0
+    if dflash2 is not None:
+        drafts = dflash2.block_size - 1
+        if draft_tokens not in (None, drafts):
+            raise ValueError(
+                f"draft_tokens: this drafter drafts blocks of {drafts} tokens, got {draft_tokens}; "
+                "verify_tokens may be fewer"
+            )
+        return drafts
+    drafts = MTP_TOKENS if draft_tokens is None else draft_tokens
+    if drafts < 1:
+        raise ValueError(f"draft_tokens must be at least 1, got {drafts}")
+    return drafts
 
 
 def make_drafter(
@@ -60,21 +99,26 @@ def make_drafter(
     draft_head: DraftHead | None = None,
     draft_tokens: int | None = None,
     verify_tokens: int | None = None,
+    dflash2: tuple[DFlash2Params, DFlash2Config] | None = None,
+    tree: Tree | None = None,
 ) -> tuple[Drafter, SpecConfig] | None:
     """The drafter and the settings of a mode; None for "none".
 
     Args:
-      draft_head: rows of the output head that MTP drafts from; None for all. The other options are `plan`'s.
+      draft_head: rows of the output head that MTP drafts from; None for all.
+      dflash2: a DFlash2 drafter as `checkpoint.load_drafter` returns it. The other options are `plan`'s.
 
     Raises:
       ValueError: what `plan` raises; or the model has no MTP head.
     """
-    planned = plan(mode, draft_tokens, verify_tokens)
+    planned = plan(mode, draft_tokens, verify_tokens, None if dflash2 is None else dflash2[1], tree)
     if planned is None:
         return None
     drafts, spec = planned
     if mode == "lookup":
         return NoDrafter(), spec
+    if dflash2 is not None:
+        return DFlash2(*dflash2, spec.truncate_draft), spec
     if params.mtp is None:
         raise ValueError(f"mode {mode} needs an MTP head, and the checkpoint has none: choose lookup or none")
     return Mtp(draft_head, drafts, spec.truncate_draft), spec

@@ -6,12 +6,21 @@ chain wrote; when the model has read the tokens that stay, their rows are run ag
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.drafters.interface import MTP, DraftContext, Observed, Proposal, draft_log_q, draw_candidate
+from qwen38_jax.drafters.interface import (
+    MTP,
+    DraftContext,
+    Observed,
+    Proposal,
+    draft_log_q,
+    draw_candidate,
+    point_masses,
+)
 from qwen38_jax.layers.attention import Context, attend, output, project
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.norm import rms_norm
@@ -20,6 +29,7 @@ from qwen38_jax.model import add_mlp, logits
 from qwen38_jax.params import DraftHead, Params
 from qwen38_jax.sampling import mask_padding
 from qwen38_jax.state import KvCache, StateConfig, abstract_state, write_rows
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -33,7 +43,7 @@ def mtp_forward(
     """Runs rows of the head, whose output at t predicts the token at t + 2.
 
     Args:
-      block: a chain of `[B, L]` rows; row t holds the token at t + 1, under position t.
+      block: `[B, L]` rows; row t holds the token at t + 1, under position t.
       hidden: `[B, L, H]`, for each row the model's hidden row at t (after the final norm), or this head's own output
         when drafts are chained.
       kv: the head's cache, one layer; block_table `[B, max_pages]` may be the model's own, of equal page size.
@@ -70,6 +80,8 @@ class Mtp:
     draft_tokens: int = struct.field(pytree_node=False)
     truncate: bool = struct.field(pytree_node=False, default=True)
 
+    name = "mtp"
+
     @property
     def tap_layers(self) -> tuple[int, ...]:
         return ()
@@ -100,6 +112,39 @@ class Mtp:
         whole = jnp.broadcast_to(context.active[:, None], tokens.shape)
         return Proposal(tokens, ids, log_q, jnp.zeros_like(whole), whole, jnp.full_like(tokens, MTP)), state
 
+    def propose_tree(
+        self, params: Params, cfg: ModelConfig, context: DraftContext, state: KvCache, tree: Tree
+    ) -> tuple[Proposal, KvCache]:
+        """The drafts of a tree, level by level: those that follow a row are its likeliest tokens.
+
+        All rows above a level are run again for it, rather than kept: siblings would share a place in the cache.
+        """
+        batch, width = len(context.anchor), len(tree.parents)
+        tokens = jnp.zeros((batch, width), jnp.int32).at[:, 0].set(context.anchor)
+        hidden = jnp.zeros((batch, width, context.hidden.shape[-1]), context.hidden.dtype).at[:, 0].set(context.hidden)
+        valid = jnp.broadcast_to(context.active[:, None], tokens.shape)
+        positions = context.position[:, None] - 1 + tree.depths
+        for depth in range(1, tree.depth + 1):
+            children, parents, ranks = tree.level(depth)
+            above = slice(0, children[0])
+            block = Block(
+                tokens[:, above],
+                positions[:, above],
+                valid[:, above],
+                jnp.broadcast_to(tree.parents[above], (batch, children[0])),
+            )
+            rows, state = mtp_forward(
+                params, cfg, block, hidden[:, above], state, context.block_table, context.position - 1
+            )
+            before, slot = np.unique(parents, return_inverse=True)  # each row's head is read once
+            with jax.named_scope("draft_head"):
+                ids, _ = self._candidates(params, rows[:, before], context)
+            known = ranks < ids.shape[-1]
+            tokens = tokens.at[:, children].set(ids[:, slot, np.where(known, ranks, 0)])
+            valid = valid.at[:, children].set(valid[:, children] & known)
+            hidden = hidden.at[:, children].set(rows[:, parents])
+        return point_masses(tokens[:, 1:], valid[:, 1:], MTP), state
+
     def observe(self, params: Params, cfg: ModelConfig, rows: Observed, state: KvCache) -> KvCache:
         following = rows.valid[:, :-1, None]
         hidden = jnp.where(following, rows.hidden[:, :-1], rows.before[:, None])
@@ -112,7 +157,7 @@ class Mtp:
         return mtp_forward(params, cfg, block, hidden, state, rows.block_table, read)[1]
 
     def _candidates(self, params: Params, hidden: Array, context: DraftContext) -> tuple[Array, Array]:
-        """Ids and scores, each `[B, C]`, of the highest scores of `hidden [B, H]`."""
+        """Ids and scores, each `[..., C]`, of the highest scores of `hidden [..., H]`."""
         if self.head is None:
             scores = mask_padding(logits(params, hidden), context.sampler.real_vocab_size)
         else:

@@ -18,6 +18,7 @@ from qwen38_jax.drafters.interface import draft_log_q, draw_candidate
 from qwen38_jax.layers.linear import PRECISION, embed, linear
 from qwen38_jax.params import CandidateSelector
 from qwen38_jax.sampling import SamplerState, mask_padding
+from qwen38_jax.tree import Tree
 
 Array = jax.Array
 
@@ -83,3 +84,16 @@ def walk(lattice: Lattice, sampler: SamplerState, positions: Array, truncate: bo
         chosen = lax.scan(step, start, choices, unroll=True)[1].swapaxes(0, 1)
         before = jnp.pad(chosen[:, :-1], ((0, 0), (1, 0)))
         return chosen, jnp.take_along_axis(log_q, before[:, :, None, None], axis=2)[:, :, 0]
+
+
+def tree_walk(lattice: Lattice, tree: Tree) -> Array:
+    """`[B, drafts]` int32 ids of a tree: below every row, the candidates by their scores after the row's own."""
+    batch, _, count = lattice.ids.shape
+    sequence = jnp.arange(batch)[:, None]
+    chosen = jnp.zeros((batch, len(tree.parents)), jnp.int32)  # candidates; the anchor's is any
+    with jax.named_scope("dflash2_walk"):
+        for depth in range(1, tree.depth + 1):
+            rows, parents, ranks = tree.level(depth)
+            _, order = lax.top_k(lattice.scores[:, depth - 1], count)  # [B, C after each of C]
+            chosen = chosen.at[:, rows].set(order[sequence, chosen[:, parents], ranks])
+        return lattice.ids[sequence, tree.depths[1:] - 1, chosen[:, 1:]]

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.checkpoint import load_checkpoint
+from qwen38_jax.checkpoint import load_checkpoint, load_drafter
 from qwen38_jax.checkpoint.draft_ids import read_draft_ids
+from qwen38_jax.checkpoint.drafter import drafter_account
 from qwen38_jax.checkpoint.load import read_config, sound_account
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import StepOutput
@@ -33,6 +34,7 @@ from qwen38_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import abstract_state, init_state
 from qwen38_jax.tokenizer import Tokenizer
+from qwen38_jax.tree import read_tree
 
 SHIPPED_CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
 
@@ -92,6 +94,8 @@ class Engine:
         draft_tokens: int | None = None,
         verify_tokens: int | None = None,
         draft_vocab: str | Path | None = None,
+        drafter: str | Path | None = None,
+        draft_tree: str | Path | None = None,
         **options,
     ) -> "Engine":
         """Loads a Hugging Face directory, by default the small trained checkpoint that ships with the package.
@@ -101,16 +105,23 @@ class Engine:
           speculate, draft_tokens, verify_tokens: see `drafters.modes.make_drafter`.
           draft_vocab: file of the token ids that the MTP head may draft, as `torch.save` writes an int64 vector; None
             takes those of the checkpoint's draft head, or all where it has none.
+          drafter: directory of a DFlash2 drafter, for the modes that draft with one.
+          draft_tree: file with the shape of the drafts, as `tree.read_tree` reads it; None for a chain.
           memory_gib, options: as the constructor's.
 
         Raises:
           ValueError: the options contradict each other or the checkpoint.
-          CheckpointError, TokenizerError: the directory is not a whole checkpoint.
+          CheckpointError, ConfigError, TokenizerError: a directory is not a whole checkpoint or drafter.
           NotEnoughMemory: the parameters and the least that a run needs beside them do not fit; nothing is loaded.
         """
         directory = SHIPPED_CHECKPOINT if directory is None else Path(directory)
         # All that can be wrong with an option or a small file is told before the long part.
-        plan(speculate, draft_tokens, verify_tokens)
+        if dtype is None and jax.default_backend() == "cpu":
+            dtype = "float32"
+        account, _, _ = sound_account(directory, dtype=dtype)
+        dflash2 = None if drafter is None else drafter_account(drafter, dtype=account.cfg.dtype)
+        tree = None if draft_tree is None else read_tree(Path(draft_tree))
+        plan(speculate, draft_tokens, verify_tokens, None if dflash2 is None else dflash2.cfg, tree)
         if draft_vocab is not None and "mtp" not in speculate:
             raise ValueError(f"a draft vocabulary is for the MTP head, not for mode {speculate}")
         draft_ids = None if draft_vocab is None else read_draft_ids(Path(draft_vocab))
@@ -120,11 +131,8 @@ class Engine:
             SamplingParams.from_generation_config(generation_config)
         except ValueError as error:
             raise ValueError(f"{directory / 'generation_config.json'}: {error}") from None
-        if dtype is None and jax.default_backend() == "cpu":
-            dtype = "float32"
-        account, _, _ = sound_account(directory, dtype=dtype)
         least = Settings(context=1, prompt=1)
-        require_fit(Weights.of_accounts(account), least, device_budget(memory_gib), str(directory))
+        require_fit(Weights.of_accounts(account, dflash2), least, device_budget(memory_gib), str(directory))
         checkpoint = load_checkpoint(directory, dtype=dtype)
         head = checkpoint.draft_head
         if draft_ids is not None:
@@ -135,6 +143,8 @@ class Engine:
             draft_head=head,
             draft_tokens=draft_tokens,
             verify_tokens=verify_tokens,
+            dflash2=None if drafter is None else load_drafter(drafter, dtype=account.cfg.dtype),
+            tree=tree,
         )
         return cls(
             checkpoint.params,
@@ -253,7 +263,7 @@ class Engine:
                 speculation=metrics(
                     counts,
                     row,
-                    draft_tokens=self._decoding.drafter.draft_tokens,
+                    draft_tokens=self._decoding.draft_tokens,
                     decode_seconds=completion.decode_seconds,
                     compiled_programs=len(programs.all),
                 ),

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from qwen38_jax.checkpoint.accounting import Account, Assignment, weight_bytes
 from qwen38_jax.checkpoint.drafter import DrafterAccount
 from qwen38_jax.config import DFlash2Config, ModelConfig
 from qwen38_jax.drafters.dflash2 import DFlash2
+from qwen38_jax.drafters.interface import Drafter
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
@@ -75,13 +75,13 @@ class Weights:
         return sum(item.nbytes for item in self.items)
 
     @classmethod
-    def of_params(cls, params: Params, cfg: ModelConfig, drafter: Any = None) -> "Weights":
+    def of_params(cls, params: Params, cfg: ModelConfig, drafter: Drafter | None = None) -> "Weights":
         """Of parameters that are in memory already, and of what a drafter has beside them."""
         head = params.embed if params.lm_head is None else params.lm_head
         items = [Item("weights", "parameters", cfg.dtype, tree_bytes(params))]
         if nbytes := tree_bytes(drafter):
             items.append(Item("weights", "drafter", cfg.dtype, nbytes))
-        return cls(cfg, tuple(items), is_quantised(head))
+        return cls(cfg, tuple(items), is_quantised(head), drafter.cfg if isinstance(drafter, DFlash2) else None)
 
     @classmethod
     def of_accounts(
@@ -96,7 +96,7 @@ class Weights:
           ValueError: the drafter was made for another model.
         """
         if drafter is not None:
-            _check_drafter(account.cfg, drafter.cfg)
+            drafter.cfg.check_target(account.cfg)
         items = _weight_items(account, _model_part)
         if account.draft_place is not None:
             items.append(Item("weights", "draft head", "int32 ids", 4 * account.draft_place.shape[0]))
@@ -117,16 +117,6 @@ def _weight_items(account: Assignment, part_of: Callable[[str], str]) -> list[It
             stored, dtype = account.stored[name], place.info.dtype
             sizes[part_of(name), stored.label if stored.bits else dtype] += weight_bytes(stored, dtype)
     return [Item("weights", part, held, nbytes) for (part, held), nbytes in sizes.items()]
-
-
-def _check_drafter(cfg: ModelConfig, drafter: DFlash2Config) -> None:
-    pairs = {"hidden_size": "hidden_size", "vocab_size": "vocab_size", "num_target_layers": "num_hidden_layers"}
-    for own, models in pairs.items():
-        if getattr(drafter, own) != getattr(cfg, models):
-            raise ValueError(
-                f"the drafter is of another model: its {own} is {getattr(drafter, own)}, the model's {models} "
-                f"{getattr(cfg, models)}"
-            )
 
 
 def _model_part(name: str) -> str:

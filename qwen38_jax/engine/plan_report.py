@@ -15,7 +15,6 @@ class Report:
     Attributes:
       budget: None where nothing tells how much memory there is.
       fitting: changes in words with the bytes that the run then needs; empty if it fits as it is.
-      not_runnable: why the run is only planned, one reason each.
     """
 
     weights: Weights
@@ -23,20 +22,19 @@ class Report:
     plan: Plan
     budget: Budget | None
     fitting: tuple[tuple[str, int], ...]
-    not_runnable: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
         return self.budget is None or self.plan.nbytes <= self.budget.nbytes
 
 
-def make_report(weights: Weights, settings: Settings, budget: Budget | None, not_runnable: Sequence[str]) -> Report:
+def make_report(weights: Weights, settings: Settings, budget: Budget | None) -> Report:
     """Plans a run; ValueError as `make_plan`."""
     plan = make_plan(weights, settings)
     fitting = []
     if budget is not None and plan.nbytes > budget.nbytes:
         fitting = alternatives(weights, settings, budget)
-    return Report(weights, settings, plan, budget, tuple(fitting), tuple(not_runnable))
+    return Report(weights, settings, plan, budget, tuple(fitting))
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -48,7 +46,6 @@ def to_json(report: Report) -> dict[str, Any]:
         "budget": None if report.budget is None else dataclasses.asdict(report.budget),
         "items": [dataclasses.asdict(item) for item in report.plan.items],
         "fitting": [{"change": words, "total": nbytes} for words, nbytes in report.fitting],
-        "not_runnable": list(report.not_runnable),
         "settings": dataclasses.asdict(report.settings),
         "set_up": {"slots": sizes.batch, "tokens": sizes.capacity},
         "dtype": report.weights.cfg.dtype,
@@ -74,7 +71,6 @@ def to_text(report: Report) -> str:
     text += [f"  would fit: {words} ({_gib(nbytes)})" for words, nbytes in report.fitting]
     if not report.fits and not report.fitting:
         text.append("  no change of these settings, and no format read here, would fit")
-    text += [f"not runnable yet: {reason}" for reason in report.not_runnable]
     return "\n".join(text)
 
 

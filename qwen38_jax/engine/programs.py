@@ -14,7 +14,6 @@ from qwen38_jax.block_length import always_long
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.decode import StepOutput
 from qwen38_jax.drafters.interface import Drafter
-from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.params import Params
 from qwen38_jax.sampling import SamplerState
 from qwen38_jax.spec_config import SpecConfig
@@ -64,7 +63,12 @@ class Speculative:
     @property
     def drafters(self) -> tuple[str, ...]:
         """As `plan.Settings` names them."""
-        return (*(("mtp",) if isinstance(self.drafter, Mtp) else ()), *(("lookup",) if self.spec.lookup else ()))
+        return tuple(name for name in (self.drafter.name, "lookup" if self.spec.lookup else "") if name)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Of the drafter itself in every step."""
+        return self.drafter.draft_tokens if self.spec.tree is None else len(self.spec.tree.paths)
 
     def weights(self, params: Params) -> Any:
         return params, self.drafter

@@ -13,7 +13,7 @@ from qwen38_jax.config import DFlash2Config
 from qwen38_jax.drafters import dflash2
 from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.interface import DraftContext, Observed
-from qwen38_jax.params import Params
+from qwen38_jax.params import Params, abstract_dflash2
 from qwen38_jax.sampling import SamplerState, sampler_state
 from qwen38_jax.sampling_params import SamplingParams
 from tests.golden import GOLDEN
@@ -53,6 +53,14 @@ def read(name: str, prefix: str, path) -> tuple[DFlash2, dict[str, np.ndarray]]:
     params, cfg = load_drafter(path)
     assert cfg == CFG
     return DFlash2(params, cfg), tensors
+
+
+def random_drafter(cfg: DFlash2Config) -> DFlash2:
+    """Random weights: next to nothing that it drafts is accepted."""
+    rng = np.random.default_rng(0)
+    infos, treedef = jax.tree.flatten(abstract_dflash2(cfg))
+    leaves = [jnp.asarray(rng.normal(size=info.shape) * 0.2, jnp.float32) for info in infos]
+    return DFlash2(jax.tree.unflatten(treedef, leaves), cfg)
 
 
 def target_of(embed, lm_head) -> Params:

@@ -1,101 +1,131 @@
-"""The whole greedy loop (draft, verify, accept, observe) against the reference's, with its small Qwen3 target."""
+"""The whole greedy loop through the compiled step against the reference's, whose target is a small dense Qwen3.
 
-import functools
+This model computes what that does if its Gated DeltaNet layers add nothing and its attention gates are all one half.
+"""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
-from qwen38_jax.drafters import dflash2
-from qwen38_jax.layers.norm import plain_rms_norm
-from qwen38_jax.layers.rope import apply_rope, text_rope_table
-from tests.drafters.dflash2_golden import BATCH, CFG, context_of, observe, propose, read, rows_of, target_of
+from qwen38_jax.config import ModelConfig
+from qwen38_jax.drafters.dflash2 import DFlash2
+from qwen38_jax.params import Attention, DecoderLayer, Mlp, Params, shapes
+from qwen38_jax.spec_config import SpecConfig
+from tests.drafters.dflash2_golden import CFG, read
 from tests.golden import needs_golden
+from tests.speculation import GREEDY, begin, step
 
-HEADS, KV_HEADS, DIM = 4, 2, 16
-CAPACITY = 96
-
-
-@jax.jit
-def qwen3(weights, tokens):
-    """A dense Qwen3 (4 layers, theta 10^4) over whole texts `[B, L]`: argmax of each row; what the drafter taps."""
-    norm = functools.partial(plain_rms_norm, eps=1e-6)
-    batch, n = tokens.shape
-    rope = text_rope_table(jnp.broadcast_to(jnp.arange(n), tokens.shape), DIM, 1e4)
-    layers = [
-        {name.split(".", 3)[3]: w for name, w in weights.items() if name.startswith(f"model.layers.{i}.")}
-        for i in range(CFG.num_target_layers)
-    ]
-
-    def layer(x, w):
-        h = norm(x, w["input_layernorm.weight"])
-        q, k, v = (
-            (h @ w[f"self_attn.{name}_proj.weight"].T).reshape(batch, n, heads, DIM)
-            for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
-        )
-        q, k = (apply_rope(norm(t, w[f"self_attn.{name}_norm.weight"]), rope) for t, name in ((q, "q"), (k, "k")))
-        o = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(batch, n, -1)
-        x = x + o @ w["self_attn.o_proj.weight"].T
-        h = norm(x, w["post_attention_layernorm.weight"])
-        gate, up = (h @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (jax.nn.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-        return x, x
-
-    stacked = {name: jnp.stack([w[name] for w in layers]) for name in layers[0]}
-    x, outputs = jax.lax.scan(layer, weights["model.embed_tokens.weight"][tokens], stacked)
-    scores = norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
-    return jnp.argmax(scores, axis=-1), outputs[jnp.array(CFG.target_layer_ids)]
+LAYERS, HEADS, DIM = CFG.num_target_layers, CFG.num_attention_heads, CFG.head_dim
+TARGET = ModelConfig(
+    vocab_size=CFG.vocab_size,
+    hidden_size=CFG.hidden_size,
+    intermediate_size=96,
+    num_hidden_layers=2 * LAYERS,
+    linear_per_group=1,
+    num_attention_heads=HEADS,
+    num_key_value_heads=CFG.num_key_value_heads,
+    head_dim=DIM,
+    rotary_dim=DIM,
+    rope_theta=1e4,
+    mrope_section=(DIM // 2, 0, 0),
+    linear_num_key_heads=1,
+    linear_num_value_heads=1,
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+    linear_conv_kernel_dim=4,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    mtp_num_hidden_layers=0,
+    max_position_embeddings=4096,
+    initializer_range=0.0,
+    eos_token_ids=(),
+    dtype="float32",
+)
+DRAFTER = dataclasses.replace(
+    CFG, num_target_layers=2 * LAYERS, target_layer_ids=tuple(2 * i + 1 for i in CFG.target_layer_ids)
+)
+NEW = 48
 
 
-def run(drafter, weights, prompts, ends):
-    """Texts of length `ends`, and the blocks of each step of each sequence. Sequences that have ended stay idle."""
-    target = target_of(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+def qwen3(weights) -> Params:
+    """The parameters that make the model a Qwen3 of these weights."""
 
-    def read_text(drafts=()):
-        tokens = np.zeros((BATCH, CAPACITY), np.int32)
-        for row, ids in enumerate(texts):
-            ids = [*ids, *(drafts[row] if len(drafts) else ())][:CAPACITY]
-            tokens[row, : len(ids)] = ids
-        best, taps = qwen3(weights, tokens)
-        return np.asarray(best), np.asarray(taps)
+    def stacked(name):
+        return np.stack([weights[f"model.layers.{i}.{name}.weight"] for i in range(LAYERS)])
 
-    texts, blocks = [list(ids) for ids in prompts], [[] for _ in prompts]
-    best, taps = read_text()
-    state = observe(
-        drafter,
-        rows_of([0] * BATCH, [taps[:, row, : len(ids)] for row, ids in enumerate(texts)]),
-        dflash2.init_context(CFG, BATCH),
+    def projections(*names):
+        return [stacked(f"self_attn.{name}_proj") for name in names]
+
+    q, k, v, o = projections("q", "k", "v", "o")
+    q = q.reshape(LAYERS, HEADS, DIM, -1)
+    q_gate = np.concatenate([q, np.zeros_like(q)], axis=2).reshape(LAYERS, 2 * HEADS * DIM, -1)
+    full = DecoderLayer(
+        input_norm=stacked("input_layernorm") - 1,  # zero-centred here
+        mixer=Attention(
+            qkv=np.concatenate([q_gate, k, v], axis=1),
+            o=2 * o,  # sigmoid(0) = 1/2
+            q_norm=stacked("self_attn.q_norm") - 1,
+            k_norm=stacked("self_attn.k_norm") - 1,
+        ),
+        post_norm=stacked("post_attention_layernorm") - 1,
+        mlp=Mlp(np.concatenate([stacked("mlp.gate_proj"), stacked("mlp.up_proj")], axis=1), stacked("mlp.down_proj")),
     )
-    for row, ids in enumerate(texts):
-        ids.append(int(best[row, len(ids) - 1]))
-    while any(len(ids) < end for ids, end in zip(texts, ends, strict=True)):
-        at = [len(ids) - 1 for ids in texts]
-        drafts = np.asarray(propose(drafter, target, context_of([ids[-1] for ids in texts], at), state).tokens)
-        best, taps = read_text(drafts)
-        stay = []
-        for row, (ids, end) in enumerate(zip(texts, ends, strict=True)):
-            right = best[row, at[row] : at[row] + 8]
-            accepted = int(np.cumprod(drafts[row, : CAPACITY - len(ids)] == right[:-1][: CAPACITY - len(ids)]).sum())
-            kept = accepted + 1 if len(ids) < end else 0
-            stay.append(taps[:, row, at[row] : at[row] + kept])
-            if kept:
-                blocks[row].append([ids[-1], *drafts[row].tolist()])
-                ids += right[:kept].tolist()
-        state = observe(drafter, rows_of(at, stay), state)
-    return [ids[:end] for ids, end in zip(texts, ends, strict=True)], blocks
+    params = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes(TARGET)).replace(
+        embed=weights["model.embed_tokens.weight"],
+        full=full,
+        norm=weights["model.norm.weight"] - 1,
+        lm_head=weights["lm_head.weight"],
+    )
+    return jax.device_put(params)
+
+
+@struct.dataclass
+class Recorder:
+    """A drafter whose state also holds what it proposed last."""
+
+    drafter: DFlash2
+
+    name, draft_tokens, tap_layers = "dflash2", DRAFTER.block_size - 1, DRAFTER.target_layer_ids
+
+    def init(self, cfg, sizes):
+        return self.drafter.init(cfg, sizes), jnp.zeros((sizes.batch, self.draft_tokens), jnp.int32)
+
+    def propose(self, params, cfg, context, state):
+        proposal, inner = self.drafter.propose(params, cfg, context, state[0])
+        return proposal, (inner, proposal.tokens)
+
+    def observe(self, params, cfg, rows, state):
+        return self.drafter.observe(params, cfg, rows, state[0]), state[1]
 
 
 @needs_golden
 def test_greedy_texts_and_blocks(tmp_path):
     drafter, tensors = read("golden_e2e.safetensors", "draft/", tmp_path)
-    weights = {key.removeprefix("target/"): jnp.asarray(t) for key, t in tensors.items() if key.startswith("target/")}
-    for group in ([0, 1, 2], [3, 4, 4]):
-        prompts, outputs = ([tensors[f"e2e/{i}/{key}"][0] for i in group] for key in ("prompt", "output_ids"))
-        texts, blocks = run(drafter, weights, prompts, [len(ids) for ids in outputs])
-        for i, text, output, drafted in zip(group, texts, outputs, blocks, strict=True):
-            assert text == output.tolist()
-            theirs = tensors[f"e2e/{i}/blocks_anchor_plus_drafts"]
-            # At the end the reference shortens its blocks, which changes every draft; here they are cut afterwards.
-            whole = (theirs >= 0).all(axis=1)
-            assert len(drafted) == len(theirs) and whole.sum() >= len(theirs) - 7
-            np.testing.assert_array_equal(np.array(drafted)[whole], theirs[whole])
+    drafter = Recorder(dataclasses.replace(drafter, cfg=DRAFTER))
+    params = qwen3({k.removeprefix("target/"): t for k, t in tensors.items() if k.startswith("target/")})
+    prompts, outputs = ([tensors[f"e2e/{i}/{key}"][0].tolist() for i in range(5)] for key in ("prompt", "output_ids"))
+    requests = [dataclasses.replace(GREEDY, max_new_tokens=NEW)] * 5
+    spec = SpecConfig(verify_tokens=drafter.draft_tokens)
+    state, output = begin(params, TARGET, drafter, spec, prompts, requests)
+    texts, blocks = [list(ids) for ids in prompts], [[] for _ in prompts]
+    drafting = [False] * 5  # the first token comes without
+    while True:
+        output, drafts, active = jax.device_get((output, state.drafter[1], state.decode.active))
+        for row, text in enumerate(texts):
+            if drafting[row]:
+                blocks[row].append([text[-1], *drafts[row].tolist()])
+            text += output.tokens[row, : output.emitted[row]].tolist()
+        if not active.any():
+            break
+        drafting = active
+        state, output = step(params, TARGET, drafter, spec, state, verify_tokens=drafter.draft_tokens, top=0)
+    assert texts == outputs
+    for i, drafted in enumerate(blocks):
+        theirs = tensors[f"e2e/{i}/blocks_anchor_plus_drafts"]
+        # At the end the reference shortens its blocks, which changes every draft; here they are cut afterwards.
+        whole = (theirs >= 0).all(axis=1)
+        assert len(drafted) == len(theirs) and whole.sum() >= len(theirs) - 7
+        np.testing.assert_array_equal(np.array(drafted)[whole], theirs[whole])

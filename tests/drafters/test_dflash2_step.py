@@ -2,14 +2,10 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from qwen38_jax.drafters.dflash2 import DFlash2
-from qwen38_jax.params import abstract_dflash2
 from qwen38_jax.spec_config import SpecConfig
-from tests.drafters.dflash2_golden import CFG
+from tests.drafters.dflash2_golden import CFG, random_drafter
 from tests.models import SMALL, prompt, small_params
 from tests.speculation import GREEDY, begin, generate
 
@@ -20,10 +16,7 @@ DRAFTER = dataclasses.replace(
 
 def test_the_context_after_steps_is_that_of_the_text():
     """As if the whole text were a prompt; the drafter is random, so that most drafts are rejected."""
-    rng = np.random.default_rng(0)
-    infos, treedef = jax.tree.flatten(abstract_dflash2(DRAFTER))
-    leaves = [jnp.asarray(rng.normal(size=info.shape) * 0.2, jnp.float32) for info in infos]
-    drafter = DFlash2(jax.tree.unflatten(treedef, leaves), DRAFTER)
+    drafter = random_drafter(DRAFTER)
     prompts, n = [prompt(k, seed=k)[0].tolist() for k in (3, 20)], 30  # the window is passed
     spec = SpecConfig(verify_tokens=drafter.draft_tokens)
     requests = [dataclasses.replace(GREEDY, max_new_tokens=n)] * 2

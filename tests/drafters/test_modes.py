@@ -8,7 +8,12 @@ import pytest
 
 from qwen38_jax.drafters.modes import cut_draft_head, make_drafter
 from qwen38_jax.quantization import LAYOUTS, in_rows, quantize
+from qwen38_jax.tree import Tree
+from tests.drafters.dflash2_golden import CFG
 from tests.models import small_params
+
+DFLASH2 = (None, CFG)
+TREE = Tree(((0,), (1,), (0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -20,6 +25,11 @@ from tests.models import small_params
         ("lookup", {"verify_tokens": 3}, 0, 3),
         ("mtp+lookup", {}, 4, 15),
         ("mtp+lookup", {"draft_tokens": 3, "verify_tokens": 3}, 3, 3),
+        ("dflash2", {"dflash2": DFLASH2}, 7, 7),
+        ("dflash2", {"dflash2": DFLASH2, "draft_tokens": 7, "verify_tokens": 3}, 7, 3),
+        ("dflash2+lookup", {"dflash2": DFLASH2}, 7, 15),
+        ("mtp", {"tree": TREE}, 3, 3),
+        ("dflash2", {"dflash2": DFLASH2, "tree": TREE}, 7, 3),
     ],
 )
 def test_sizes(mode, options, drafts, verified):
@@ -35,7 +45,13 @@ def test_none_is_nothing():
     ("mode", "options", "words"),
     [
         ("eagle", {}, "must be one of none, mtp"),
-        ("dflash2+lookup", {}, "cannot be run yet"),
+        ("dflash2+lookup", {}, "needs a DFlash2 drafter"),
+        ("none", {"tree": TREE}, "choose a mode"),
+        ("mtp+lookup", {"tree": TREE}, "for modes mtp and dflash2"),
+        ("mtp", {"tree": TREE, "draft_tokens": 3}, "says itself how many"),
+        ("mtp", {"dflash2": DFLASH2}, "no use for a DFlash2 drafter"),
+        ("dflash2", {"dflash2": DFLASH2, "draft_tokens": 4}, "blocks of 7 tokens, got 4"),
+        ("dflash2", {"dflash2": DFLASH2, "verify_tokens": 8}, "more than the 7"),
         ("none", {"verify_tokens": 3}, "choose a mode"),
         ("lookup", {"draft_tokens": 3}, "takes verify_tokens"),
         ("lookup", {"verify_tokens": 0}, "at least 1"),

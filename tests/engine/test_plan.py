@@ -233,7 +233,7 @@ def test_what_these_weights_have_not_is_an_error():
         make_plan(weights, Settings(drafters=("dflash2",), verify_rows=8))
     with pytest.raises(ValueError, match="state dtype"):
         make_plan(weights, Settings(state_dtype="int8"))
-    with pytest.raises(ValueError, match="hidden_size is 5120, the model's hidden_size 128"):
+    with pytest.raises(ValueError, match="vocab_size = 248320, but the model has vocab_size = 512"):
         Weights.of_accounts(account(stored_as("bf16", without)), account(recipe("qwen3.8-27b-dflash2")))
 
 

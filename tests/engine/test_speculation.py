@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from qwen38_jax.checkpoint import synthetic
 from qwen38_jax.drafters.modes import make_drafter
 from qwen38_jax.engine import Engine, Request
 from qwen38_jax.sampling_params import SamplingParams
@@ -55,6 +56,23 @@ def test_greedy_text_logprobs_and_metrics(plain, speculative):
     assert set(got[0].speculation.by_source) == {"mtp", "lookup_head", "lookup_tail"}
     assert got[0].speculation.long_block_share > 0
     assert got[0].speculation.compiled_programs == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "like"), [("dflash2", "qwen3.8-27b-dflash2-w4a16"), ("dflash2+lookup", "qwen3.8-27b-dflash2")]
+)
+def test_dflash2_drafter_from_a_directory(plain, tmp_path, mode, like):
+    """A random one, of which next to nothing is accepted; looked-up tokens are."""
+    synthetic.write(tmp_path / "drafter", synthetic.recipe(like, scale="small", target=plain.cfg))
+    engine = Engine.from_checkpoint(dtype="float32", speculate=mode, drafter=tmp_path / "drafter", max_batch=4)
+    want, got = plain.generate(requests()), engine.generate(requests())
+    assert [(c.token_ids, c.text, c.finish_reason) for c in got] == [
+        (c.token_ids, c.text, c.finish_reason) for c in want
+    ]
+    sources = {"dflash2", "lookup_head", "lookup_tail"} if "lookup" in mode else {"dflash2"}
+    assert set(got[0].speculation.by_source) == sources
+    assert got[0].speculation.draft_tokens == 7 and got[0].speculation.verify_tokens == (15 if "lookup" in mode else 7)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from qwen38_jax.checkpoint.synthetic import dflash2, model
 from qwen38_jax.checkpoint.synthetic.dflash2 import DrafterRecipe
 from qwen38_jax.checkpoint.synthetic.model import Recipe
 from qwen38_jax.checkpoint.write import CODES, NewTensor, copy_tokenizer, new_directory, write_json, write_shards
+from qwen38_jax.config import ModelConfig
 
 MODELS = ("qwen3.8-27b", *(f"qwen3.8-27b-{name}" for name in model.FORMATS[1:]), "tiny")
 DRAFTERS = ("qwen3.8-27b-dflash2", "qwen3.8-27b-dflash2-w4a16")
@@ -30,22 +31,31 @@ def recipe(
     layers: int | None = None,
     vocab: int | None = None,
     vision: bool = True,
+    target: ModelConfig | None = None,
 ) -> Recipe | DrafterRecipe:
     """The recipe for one of `LIKE`; `scale` is `full` unless said otherwise (`tiny` is always small).
 
+    Args:
+      target: the model that a drafter is to fit, whatever its scale; None for the one of the same scale.
+
     Raises:
-      ValueError: an unknown name or scale, or sizes that make no model.
+      ValueError: an unknown name or scale, or sizes that make no model; a target for what is no drafter.
     """
     scale = scale or ("small" if like == "tiny" else "full")
     if like not in LIKE or scale not in SCALES or (like, scale) == ("tiny", "full"):
         raise ValueError(
             f"no synthetic checkpoint like {like!r} at scale {scale!r}; known: {LIKE}, {SCALES}, tiny only small"
         )
+    if target is not None and (like not in DRAFTERS or vocab is not None):
+        raise ValueError(f"a target says which vocabulary a drafter has, and {like} has no use for one besides")
     small, changes = scale == "small", {"num_hidden_layers": layers, "vocab_size": vocab}
     stored = like.removeprefix("qwen3.8-27b").removeprefix("-") or "bf16"
     if like in DRAFTERS:
         cfg = dflash2.SMALL if small else dflash2.FULL
-        changes["mask_token_id"] = None if vocab is None else min(cfg.mask_token_id, vocab - 1)
+        if target is not None:
+            vocab = target.vocab_size
+            changes |= {"hidden_size": target.hidden_size, "num_target_layers": target.num_hidden_layers}
+        changes |= {"vocab_size": vocab, "mask_token_id": vocab and min(cfg.mask_token_id, vocab - 1)}
         return DrafterRecipe(_changed(cfg, changes), stored.removeprefix("dflash2").removeprefix("-") or "bf16")
     cfg = model.SMALL if small else model.FULL
     if vocab is not None and vocab < model.FULL.vocab_size:
