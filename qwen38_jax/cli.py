@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from qwen38_jax import __version__
+from qwen38_jax.config import KERNELS
 from qwen38_jax.spec_config import MODES
 
 
@@ -51,6 +52,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="of weights and activations (default: the checkpoint's; float32 on a CPU)",
     )
     parser.add_argument("--memory-gib", type=float, metavar="G", help="do with so much of the device's memory")
+    parser.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default="auto",
+        help="for attention and recurrence: auto has a GPU in half precision use them; off is plain jnp, for comparison",
+    )
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +208,8 @@ def _engine(args: argparse.Namespace, **options):
 
     if args.memory_gib is not None:
         cap_device_memory(args.memory_gib)
-    return Engine.from_checkpoint(args.checkpoint, dtype=args.dtype, memory_gib=args.memory_gib, **options)
+    options |= {"dtype": args.dtype, "memory_gib": args.memory_gib, "kernels": args.kernels}
+    return Engine.from_checkpoint(args.checkpoint, **options)
 
 
 def _generate_file(engine, args: argparse.Namespace, lines: list[tuple[int, bytes]], options: dict) -> int:

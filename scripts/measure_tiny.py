@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from experiments.harness import RESULTS, append, new_record
+from qwen38_jax.config import KERNELS
 from qwen38_jax.engine import Engine
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.evaluation import measures
@@ -157,6 +158,7 @@ def measure(subject: Subject, trials: Trials, batch: int, seed: int, failures: P
         "checkpoint": subject.checkpoint.name,
         "weights_sha256": weights_hash(subject.checkpoint),
         "dtype": engine.cfg.dtype,
+        "kernels": engine.cfg.kernels,
         "quick": trials != Trials(),
         "batch": batch,
         "seed": seed,
@@ -185,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--quick", action="store_true", help="few trials: whether it works, not how well")
     add("--batch", type=int, default=4 if on_cpu else 128, metavar="N", help="answers at once (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else the checkpoint's own")
+    add("--kernels", choices=KERNELS, default="auto", help="as for generate (%(default)s)")
     add("--failures", type=Path, metavar="FILE", help="show there where wrong answers go wrong, as JSON lines")
     add("--seed", type=int, default=0, metavar="N", help="of the questions (%(default)s)")
     args = parser.parse_args(argv)
@@ -192,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.checkpoint != SHIPPED_CHECKPOINT:
             parser.error("--checkpoint needs --run: what its training held out is what it may be measured on")
         args.run = TRAINING_RUN
-    subject = Subject.load(args.checkpoint, args.run, args.stdlib, dtype=args.dtype, max_batch=args.batch)
+    options = {"dtype": args.dtype, "kernels": args.kernels, "max_batch": args.batch}
+    subject = Subject.load(args.checkpoint, args.run, args.stdlib, **options)
     print(f"{len(subject.held_out)} held-out documents by {subject.split} split", file=sys.stderr, flush=True)
     record = measure(subject, QUICK if args.quick else Trials(), args.batch, args.seed, args.failures)
     append(record)

@@ -96,6 +96,7 @@ class Engine:
         draft_vocab: str | Path | None = None,
         drafter: str | Path | None = None,
         draft_tree: str | Path | None = None,
+        kernels: str = "auto",
         **options,
     ) -> "Engine":
         """Loads a Hugging Face directory, by default the small trained checkpoint that ships with the package.
@@ -106,6 +107,7 @@ class Engine:
           draft_vocab: file of the token ids that the MTP head may draft, as `torch.save` writes an int64 vector; None
             takes those of the checkpoint's draft head, or all where it has none.
           drafter: directory of a DFlash2 drafter, for the modes that draft with one.
+          kernels: "off" computes attention and recurrence in plain jnp on a GPU, too; see `ModelConfig.kernels`.
           draft_tree: file with the shape of the drafts, as `tree.read_tree` reads it; None for a chain.
           memory_gib, options: as the constructor's.
 
@@ -148,7 +150,7 @@ class Engine:
         )
         return cls(
             checkpoint.params,
-            checkpoint.cfg,
+            dataclasses.replace(checkpoint.cfg, kernels=kernels),
             tokenizer,
             generation_config=checkpoint.generation_config,
             memory_gib=memory_gib,
