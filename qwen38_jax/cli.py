@@ -56,7 +56,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--kernels",
         choices=KERNELS,
         default="auto",
-        help="for attention and recurrence: auto has a GPU in half precision use them; off is plain jnp, for comparison",
+        help="for attention and recurrence: auto is a GPU in half precision; off is plain jnp, for comparison",
     )
 
 
