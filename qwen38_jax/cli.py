@@ -99,9 +99,7 @@ def _add_speculation(parser: argparse.ArgumentParser):
     drafts.add_argument("--speculate", choices=MODES, default="none", metavar="MODE", help=f"one of {', '.join(MODES)}")
     drafts.add_argument("--draft-tokens", type=int, metavar="K", help="that the drafter proposes in a step")
     drafts.add_argument("--verify-tokens", type=int, metavar="K", help="drafts of a block, with those of the lookup")
-    drafts.add_argument(
-        "--draft-vocab", type=Path, metavar="FILE", help="ids that MTP may draft, an int64 vector as torch.save writes"
-    )
+    drafts.add_argument("--draft-vocab", type=Path, metavar="FILE", help="ids that MTP may draft, a JSON list or .pt")
     drafts.add_argument(
         "--draft-tree",
         type=Path,
@@ -312,19 +310,19 @@ def _read_text(path: Path) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from qwen38_jax.checkpoint.draft_ids import read_draft_ids
+    from qwen38_jax.checkpoint.draft_ids import read_vocabulary
     from qwen38_jax.drafters.modes import plan
     from qwen38_jax.engine.memory import card_budget, device_budget
     from qwen38_jax.engine.plan import Settings, Weights
     from qwen38_jax.engine.plan_report import make_report, to_json, to_text
     from qwen38_jax.tree import read_tree
 
-    draft_vocab = None if args.draft_vocab is None else len(read_draft_ids(args.draft_vocab))
     account, drafter = _accounts(args)
+    ids = None if args.draft_vocab is None else read_vocabulary(args.draft_vocab, account.cfg.vocab_size)
     tree = None if args.draft_tree is None else read_tree(args.draft_tree)
     dflash2 = None if drafter is None else drafter.cfg
     planned = plan(args.speculate, args.draft_tokens, args.verify_tokens, dflash2, tree)
-    weights = Weights.of_accounts(account, drafter, draft_vocab)
+    weights = Weights.of_accounts(account, drafter, None if ids is None else len(ids))
     cfg = weights.cfg
     if args.context > cfg.max_position_embeddings:
         raise ValueError(f"--context {args.context}: the model's context is {cfg.max_position_embeddings}")

@@ -49,7 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft-vocab", type=Path, metavar="FILE", help="token ids, a JSON list or .pt: cut a draft head to these"
     )
-    parser.add_argument("--layout", choices=tuple(LAYOUTS), default="rows", help="of integers (default: rows)")
+    parser.add_argument(
+        "--layout",
+        choices=tuple(LAYOUTS),
+        help="of integers (default: mma, which kernels read, where that can hold them)",
+    )
     parser.epilog = f"Integers are rounded to the nearest, in groups of {GROUP} columns where that divides a row."
     return parser
 

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 import tokenizers
 
 from experiments.harness import WEIGHTS, append, new_record, table
-from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint
+from qwen38_jax.checkpoint import export_checkpoint, load_checkpoint, loaded_bytes
 from qwen38_jax.checkpoint.write import require_new
 from qwen38_jax.engine import Engine, Request
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
+from qwen38_jax.engine.memory import NotEnoughMemory, device_budget
 from qwen38_jax.evaluation.head import compare_heads
 from qwen38_jax.evaluation.hidden import CHUNK, hidden_chunks
 from qwen38_jax.quantization import QuantTensor, is_quantised, quantize
@@ -233,6 +234,16 @@ def write(checkpoint: Path, head: QuantTensor, destination: Path) -> None:
     )
 
 
+def require_room(checkpoint: Path) -> None:
+    """Raises NotEnoughMemory if the checkpoint cannot be loaded as `write` does."""
+    nbytes, budget = loaded_bytes(checkpoint), device_budget()
+    if budget is not None and nbytes > budget.nbytes:
+        raise NotEnoughMemory(
+            f"to write {checkpoint} with another head takes {nbytes / 2**30:.2f} GiB, but {budget.source} leaves "
+            f"{budget.nbytes / 2**30:.2f} GiB: free memory, or leave out --out"
+        )
+
+
 def check(engine: Engine, checkpoint: Path, choices: Sequence[Settings]) -> None:
     """Raises ValueError for what would fail after the long part."""
     head = engine.params.lm_head
@@ -316,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.out:
             require_new(args.out)
+            require_room(checkpoint)
         made, head = run(checkpoint, choices, calibration, args.tokens, weights=weights, dtype=args.dtype)
         for record in made:
             append(record)

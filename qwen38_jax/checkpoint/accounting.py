@@ -10,10 +10,10 @@ import numpy as np
 
 from qwen38_jax.checkpoint import names
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, read_draft_ids
-from qwen38_jax.checkpoint.files import CheckpointError, Inventory, TensorInfo
+from qwen38_jax.checkpoint.files import DTYPES, CheckpointError, Inventory, TensorInfo
 from qwen38_jax.checkpoint.formats import PARTS, Declared, Stored, classify
 from qwen38_jax.checkpoint.names import Place, Slice
-from qwen38_jax.checkpoint.native import KEY, Native, native_place
+from qwen38_jax.checkpoint.native import KEY, Native, Spec, native_place
 from qwen38_jax.config import ModelConfig
 
 
@@ -229,6 +229,19 @@ def weight_bytes(stored: Stored, dtype: str) -> int:
     has_zeros = "qzeros" in stored.parts or "weight_zero_point" in stored.parts
     order = 4 * stored.shape[-1] if "g_idx" in stored.parts or "weight_g_idx" in stored.parts else 0
     return values * stored.bits // 8 + groups * (scale + has_zeros) + order
+
+
+def read_by_kernels(stored: Stored) -> bool:
+    """Whether a kernel can read the integers of a matrix; not if there may be zero points, or columns out of order."""
+    if not stored.bits:
+        return False
+    if stored.spec is not None:
+        return stored.spec.for_kernels(stored.shape, stored.parts).layout != "rows"
+    scales = stored.parts["weight_scale" if stored.kind == "packed" else "scales"]
+    fields = {"zeros": ("qzeros", "weight_zero_point"), "group_of": ("g_idx", "weight_g_idx")}
+    present = [field for field, parts in fields.items() if any(part in stored.parts for part in parts)]
+    spec = Spec(stored.bits, stored.group, DTYPES[scales.dtype], "rows")
+    return spec.for_kernels(stored.shape, present).layout != "rows"
 
 
 def _missing(inventory: Inventory, canonical: str, name: str) -> str:

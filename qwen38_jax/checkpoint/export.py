@@ -25,7 +25,7 @@ from qwen38_jax.checkpoint.write import (
 )
 from qwen38_jax.config import ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params
-from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, in_rows, is_quantised
+from qwen38_jax.quantization import Indexed, QuantTensor, RowBlocks, Weight, in_rows, is_quantised
 
 
 def export_checkpoint(
@@ -122,7 +122,7 @@ def _weights(params: Params, draft_head: DraftHead | None, cfg: ModelConfig, pre
     weights = []
     for place in places:
         _check_leaf(place, given[place.path])
-        weights += _tensors(place, in_rows(given[place.path]), cfg.dtype, prefix)
+        weights += _tensors(place, given[place.path], cfg.dtype, prefix)
     return weights
 
 
@@ -167,15 +167,19 @@ def _block(place: Place, leaf: Weight, rows: slice) -> tuple[jax.Array | QuantTe
 
 def _packed(name: str, w: QuantTensor, layer: int | None, rows: slice) -> Packed:
     n, k = rows.stop - rows.start, w.shape[-1]
-    fields = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "group_of": w.group_of}
-    fields = {field: array for field, array in fields.items() if array is not None}
+
+    def matrix(w: QuantTensor) -> QuantTensor:
+        return in_rows(w if layer is None else Indexed(w, layer).matrix)
+
+    fields = {field: getattr(jax.eval_shape(matrix, w), field) for field in ("codes", "scales", "zeros", "group_of")}
     arrays = {
         field: (array.dtype.name, (k,) if field == "group_of" else (n, array.shape[-1]))
         for field, array in fields.items()
+        if array is not None
     }
 
     def read(field: str) -> np.ndarray:
-        return _host(fields[field], layer, slice(0, k) if field == "group_of" else rows)
+        return _host(getattr(matrix(w), field), None, slice(0, k) if field == "group_of" else rows)
 
     return Packed(name, (n, k), w.bits, arrays, read)
 

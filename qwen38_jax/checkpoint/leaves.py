@@ -26,6 +26,11 @@ class Block:
     spec: Spec | None
 
 
+def is_table(path: str) -> bool:
+    """Whether rows of a leaf are looked up, so that it must stay in the layout "rows"."""
+    return path.rpartition(".")[2] in ("embed", "predecessors", "successors")
+
+
 def leaf_blocks(place: Place, stored: Mapping[str, Stored]) -> list[Block]:
     """The leaf in one block if all its slices are stored alike, else in one for each slice.
 

@@ -16,12 +16,13 @@ import numpy as np
 from qwen38_jax.checkpoint import names, unpack
 from qwen38_jax.checkpoint.accounting import Account, Assignment, place_bytes, take_account
 from qwen38_jax.checkpoint.files import CheckpointError, TensorInfo, read_json, read_rows, reject, take_inventory
-from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
+from qwen38_jax.checkpoint.leaves import Block, is_table, leaf_blocks
 from qwen38_jax.checkpoint.names import Place
+from qwen38_jax.checkpoint.native import Spec
 from qwen38_jax.checkpoint.unpack import Rows, row_chunks
 from qwen38_jax.config import ConfigError, ModelConfig, token_ids
 from qwen38_jax.params import DraftHead, Params, abstract
-from qwen38_jax.quantization import QuantTensor, RowBlocks, Weight, quant_tensor
+from qwen38_jax.quantization import BLOCK_ROWS, LAYOUTS, QuantTensor, RowBlocks, Weight, quant_tensor
 
 _WORKERS = min(8, os.cpu_count() or 1)  # leaves that are loaded at a time; the host holds a few pieces of each
 
@@ -55,7 +56,7 @@ def load_checkpoint(directory: str | Path, *, dtype: str | None = None) -> Check
     """Loads the text model and, where there are some, MTP head and draft head; vision tensors are not read.
 
     Formats are those of `formats`; which one a weight has is told by its tensors. Integers stay integers, FP8 becomes
-    `dtype`.
+    `dtype`. On a GPU integers are packed for its kernels, unless their format is one that these do not read.
 
     Args:
       directory: holds config.json and safetensors files, with an index if there is more than one.
@@ -179,12 +180,47 @@ def _load_place(place: Place, account: Assignment) -> Weight:
 
 
 def _load_block(block: Block, place: Place) -> jax.Array | QuantTensor:
+    if block.spec is not None and block.spec.layout == "rows" and not is_table(place.path) and packs_on_load():
+        spec = block.spec.for_kernels(block.shape, block.arrays)
+        if spec.layout != "rows":
+            return _load_packed(block, spec, place)
     arrays = {name: _load_array(layers, place.stacked) for name, layers in block.arrays.items()}
     if block.spec is None:
         return arrays["weight"]
     if block.spec.layout == "rows":
         return quant_tensor(**arrays, bits=block.spec.bits, dtype=place.info.dtype)
     return block.spec.template(block.shape, arrays).replace(**arrays, dtype=place.info.dtype)
+
+
+def packs_on_load() -> bool:
+    """Whether matrices are brought into the layout of the kernels as they are loaded: where kernels are."""
+    return jax.default_backend() == "gpu"
+
+
+def _load_packed(block: Block, spec: Spec, place: Place) -> QuantTensor:
+    """Integers in the layout of the kernels, packed on the device a piece at a time."""
+    codes, scales = block.arrays["codes"], block.arrays["scales"]
+    stack = (len(codes),) if place.stacked else ()
+    template = spec.template(block.shape, block.arrays).replace(dtype=place.info.dtype)
+    packed = jax.tree.map(lambda part: jnp.zeros((*stack, *part.shape), part.dtype), template)
+    for layer, rows in enumerate(zip(codes, scales, strict=True)):
+        for start, stop in row_chunks(codes[0].shape, multiple=BLOCK_ROWS):
+            piece = [part.read(start, stop) for part in rows]
+            corner = (*((layer,) if stack else ()), start // BLOCK_ROWS)
+            packed = jax.block_until_ready(_write_packed(packed, *piece, corner))
+    return packed
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_packed(packed: QuantTensor, codes: jax.Array, scales: jax.Array, corner: tuple[int, ...]) -> QuantTensor:
+    """`packed` with rows in the layout "rows" from `corner` on: the layer of a stack, and the block of rows."""
+    rows = quant_tensor(codes, scales, bits=packed.bits, dtype=packed.dtype)
+    piece = LAYOUTS[packed.layout].pack(rows)
+
+    def write(array, part):
+        return _write(array, part.reshape(*[1] * (array.ndim - part.ndim), *part.shape), corner)
+
+    return packed.replace(codes=write(packed.codes, piece.codes), scales=write(packed.scales, piece.scales))
 
 
 def _load_array(layers: list[Rows], stacked: bool) -> jax.Array:

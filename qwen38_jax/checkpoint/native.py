@@ -13,7 +13,7 @@ config.json is a Hugging Face one with an entry more, which says what the tensor
       "format": 1,
       "prefix": "model.language_model.",  of the text model's names in the checkpoint that this was made from
       "weights": {  every quantised leaf
-        "linear.mixer.qkvz": {"bits": 4, "group": 128, "scales": "float16", "layout": "rows"}, ...
+        "linear.mixer.qkvz": {"bits": 4, "group": 128, "scales": "float16", "layout": "mma"}, ...
       }
     }
 """
@@ -72,6 +72,15 @@ class Spec:
             dtype="float32",
         )
         return jax.eval_shape(LAYOUTS[self.layout].pack, rows)
+
+    def for_kernels(self, shape: tuple[int, int], fields: Container[str]) -> "Spec":
+        """The same in the layout that kernels read, or in rows if that cannot hold such a matrix."""
+        packed = dataclasses.replace(self, layout="mma")
+        try:
+            packed.template(shape, fields)
+        except ValueError:
+            return dataclasses.replace(self, layout="rows")
+        return packed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, read_vocabulary, write_dr
 from qwen38_jax.checkpoint.drafter import DrafterAccount, drafter_account, drafter_places, read_drafter_config
 from qwen38_jax.checkpoint.files import DTYPES, INDEX, CheckpointError, take_inventory
 from qwen38_jax.checkpoint.formats import Stored
-from qwen38_jax.checkpoint.leaves import Block, leaf_blocks
+from qwen38_jax.checkpoint.leaves import Block, is_table, leaf_blocks
 from qwen38_jax.checkpoint.load import check_tied, sound_account
 from qwen38_jax.checkpoint.names import Place
 from qwen38_jax.checkpoint.native import KEY, Native, Spec, leaf_of, native_place
@@ -53,7 +53,8 @@ class Options:
       drafter: directory of a DFlash2 drafter, which becomes DST/drafter.
       draft_vocab: file with the ids of the tokens that the MTP head may draft (`draft_ids.read_vocabulary`), for which
         the rows are cut from the head; None keeps those that the source has.
-      layout: of matrices that are multiplied; a key of `quantization.LAYOUTS`.
+      layout: of matrices that are multiplied, a key of `quantization.LAYOUTS`; None is that of the kernels where it can
+        hold the matrix, and "rows" where not.
     """
 
     head: str | None = None
@@ -63,14 +64,14 @@ class Options:
     drafter: Path | None = None
     drafter_linears: str | None = None
     draft_vocab: Path | None = None
-    layout: str = "rows"
+    layout: str | None = None
 
     def __post_init__(self):
         for name in ("head", "embedding", "mtp", "body", "drafter_linears"):
             allowed = ("int8", "keep") if name == "embedding" else CHOICES
             if getattr(self, name) not in (None, *allowed):
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.layout not in LAYOUTS:
+        if self.layout not in (None, *LAYOUTS):
             raise ValueError(f"layout {self.layout!r} is unknown; expected one of {', '.join(LAYOUTS)}")
         if self.drafter_linears and self.drafter is None:
             raise ValueError("drafter_linears asks for a format of a drafter, but no drafter is given")
@@ -296,7 +297,7 @@ def _label(place: Place, part: int, layer: int, stored: dict[str, Stored]) -> st
 
 def _draft_piece(head: Piece, ids: np.ndarray, options: Options) -> Piece:
     """Rows of the head. They are multiplied even where the head is the embedding."""
-    target = head.target and dataclasses.replace(head.target, layout=options.layout)
+    target = head.target and _arranged(head.target, "draft_head", (len(ids), head.shape[1]), head.arrays, options)
     origin = Origin(names.DRAFT_HEAD, len(ids), f"rows of {head.origins[0].tensor}, {head.origins[0].was}")
     return dataclasses.replace(head, name="draft_head", target=target, ids=ids, origins=(origin,))
 
@@ -312,18 +313,25 @@ def _float_dtype(stored: list[Stored], model_dtype: str) -> tuple[str, bool]:
 def _target(path: str, block: Block, options: Options, option: str | None) -> Spec | None:
     """How a block is to be quantised; None for floats."""
     choice = getattr(options, option) if option else "keep"
-    layout = "rows" if path == "embed" else options.layout
     if block.spec is not None:
         if path != "draft_head" and choice in _BITS and _BITS[choice] != block.spec.bits:
             raise CheckpointError(
                 f"{option} is to be {choice}, but the source has {path} in {block.spec.label}: rounding twice loses "
                 f"twice; keep it, or start from a checkpoint that has it in floats"
             )
-        return dataclasses.replace(block.spec, layout=layout)
+        return _arranged(block.spec, path, block.shape, block.arrays, options)
     if choice == "keep":
         return None
     scales = "bfloat16" if path == "embed" else "float16"  # rows of unused tokens are tiny
-    return Spec(_BITS[choice or "int8"], math.gcd(GROUP, block.shape[1]), scales, layout)
+    spec = Spec(_BITS[choice or "int8"], math.gcd(GROUP, block.shape[1]), scales, "rows")
+    return _arranged(spec, path, block.shape, (), options)
+
+
+def _arranged(spec: Spec, path: str, shape: tuple[int, int], fields: Container[str], options: Options) -> Spec:
+    """`spec` in the layout that a leaf is to have."""
+    if options.layout is None and not is_table(path):
+        return spec.for_kernels(shape, fields)
+    return dataclasses.replace(spec, layout="rows" if is_table(path) else options.layout)
 
 
 def _option(path: str) -> str | None:

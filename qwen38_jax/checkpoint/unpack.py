@@ -52,15 +52,19 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     return Rows((ends[-1], *parts[0].shape[1:]), parts[0].dtype, read)
 
 
-def row_chunks(shape: tuple[int, ...], *, overlap: bool = True) -> Iterator[tuple[int, int]]:
+def row_chunks(shape: tuple[int, ...], *, overlap: bool = True, multiple: int = 1) -> Iterator[tuple[int, int]]:
     """Ranges of rows that cover an array, a few MB each.
 
-    overlap: all are of one length, so that one compiled program serves them all; the last goes over some rows again.
+    Args:
+      overlap: all are of one length, so that one compiled program serves them all; the last goes over some rows again.
+      multiple: of which each is to begin at one; the last is shorter where that does not divide the rows.
     """
     rows = shape[0]
-    step = min(rows, max(1, CHUNK_BYTES // (4 * math.prod(shape[1:]))))
+    step = CHUNK_BYTES // (4 * math.prod(shape[1:])) // multiple * multiple
+    step = min(rows, max(multiple, step))
+    last = -(-(rows - step) // multiple) * multiple
     for start in range(0, rows, step):
-        start = min(start, rows - step) if overlap else start
+        start = min(start, last) if overlap else start
         yield start, min(start + step, rows)
 
 
@@ -116,9 +120,9 @@ def integers(stored: Stored, dtype: str) -> dict[str, Rows]:
 
 
 def _native(stored: Stored, name: str, dtype: str) -> Rows:
-    """One field as it is. In the layout "rows" scales and order are checked as those of every other format."""
+    """One field as it is. Scales, and in the layout "rows" order, are checked as those of every other format."""
     tensor = stored.parts[name]
-    if stored.layout == "rows" and name == "scales":
+    if name == "scales":
         return Rows(tensor.shape, DTYPES[tensor.dtype], lambda *rows: _scales(stored, tensor, *rows, dtype))
     if stored.layout == "rows" and name == "group_of":
         _group_of(stored)
@@ -169,8 +173,9 @@ def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
 def _scales(stored: Stored, tensor: TensorInfo, start: int, stop: int, dtype: str) -> np.ndarray:
     by_rows = stored.kind in ("packed", "native")
     scales = read_rows(tensor, start, stop) if by_rows else read_columns(tensor, start, stop).T
-    _require_finite(tensor, scales)
-    largest = np.abs(scales.astype(np.float32)).max(initial=0)
+    values = scales.view(stored.spec.scales) if stored.spec else scales  # a layout may hold them as words
+    _require_finite(tensor, values)
+    largest = np.abs(values.astype(np.float32)).max(initial=0)
     if largest * 2.0**stored.bits > float(ml_dtypes.finfo(dtype).max):
         raise CheckpointError(
             f"{tensor} holds a scale of {largest}, and so weights beyond the range of {dtype}: load with a wider dtype"

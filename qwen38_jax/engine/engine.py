@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen38_jax.checkpoint import load_checkpoint, load_drafter
-from qwen38_jax.checkpoint.draft_ids import read_draft_ids
+from qwen38_jax.checkpoint.draft_ids import read_vocabulary
 from qwen38_jax.checkpoint.drafter import drafter_account
 from qwen38_jax.checkpoint.load import read_config, sound_account
 from qwen38_jax.config import ModelConfig
@@ -104,7 +104,7 @@ class Engine:
         Args:
           dtype: of the parameters; None takes the checkpoint's own, or float32 on a CPU, which has no fast bfloat16.
           speculate, draft_tokens, verify_tokens: see `drafters.modes.make_drafter`.
-          draft_vocab: file of the token ids that the MTP head may draft, as `torch.save` writes an int64 vector; None
+          draft_vocab: file of the token ids that the MTP head may draft, as `draft_ids.read_vocabulary` reads it; None
             takes those of the checkpoint's draft head, or all where it has none.
           drafter: directory of a DFlash2 drafter, for the modes that draft with one.
           kernels: "off" computes attention and recurrence in plain jnp on a GPU, too; see `ModelConfig.kernels`.
@@ -126,15 +126,16 @@ class Engine:
         plan(speculate, draft_tokens, verify_tokens, None if dflash2 is None else dflash2.cfg, tree)
         if draft_vocab is not None and "mtp" not in speculate:
             raise ValueError(f"a draft vocabulary is for the MTP head, not for mode {speculate}")
-        draft_ids = None if draft_vocab is None else read_draft_ids(Path(draft_vocab))
         tokenizer = Tokenizer.from_directory(directory)
+        draft_ids = None if draft_vocab is None else read_vocabulary(Path(draft_vocab), tokenizer.vocab_size)
         _, generation_config, _ = read_config(directory)
         try:
             SamplingParams.from_generation_config(generation_config)
         except ValueError as error:
             raise ValueError(f"{directory / 'generation_config.json'}: {error}") from None
         least = Settings(context=1, prompt=1)
-        require_fit(Weights.of_accounts(account, dflash2), least, device_budget(memory_gib), str(directory))
+        resident = Weights.of_accounts(account, dflash2, None if draft_ids is None else len(draft_ids))
+        require_fit(resident, least, device_budget(memory_gib), str(directory))
         checkpoint = load_checkpoint(directory, dtype=dtype)
         head = checkpoint.draft_head
         if draft_ids is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qwen38_jax import decode, speculative
 from qwen38_jax.checkpoint import names, synthetic
-from qwen38_jax.checkpoint.accounting import Account, Assignment, weight_bytes
+from qwen38_jax.checkpoint.accounting import Account, Assignment, read_by_kernels, weight_bytes
 from qwen38_jax.checkpoint.drafter import DrafterAccount
 from qwen38_jax.config import DFlash2Config, ModelConfig
 from qwen38_jax.drafters.dflash2 import DFlash2
@@ -22,7 +22,7 @@ from qwen38_jax.drafters.mtp import Mtp
 from qwen38_jax.engine.memory import Budget, NotEnoughMemory
 from qwen38_jax.layers.gated_delta_net import CHUNK
 from qwen38_jax.params import Params, shapes, tree_bytes
-from qwen38_jax.quantization import is_quantised
+from qwen38_jax.quantization import QuantTensor
 from qwen38_jax.sampling import sampler_state
 from qwen38_jax.sampling_params import SamplingParams
 from qwen38_jax.spec_config import SpecConfig
@@ -61,13 +61,13 @@ class Weights:
     """What is resident whatever is asked for, and what of it decides about the rest.
 
     Attributes:
-      head_quantised: whether the output head is stored in integers, and so is dequantised for every use.
+      head_dequantised: whether the output head is in integers that no kernel reads, and so dequantised for every use.
       drafter: the configuration of a DFlash2 drafter that is loaded as well.
     """
 
     cfg: ModelConfig
     items: tuple[Item, ...]
-    head_quantised: bool
+    head_dequantised: bool
     drafter: DFlash2Config | None = None
 
     @property
@@ -81,7 +81,8 @@ class Weights:
         items = [Item("weights", "parameters", cfg.dtype, tree_bytes(params))]
         if nbytes := tree_bytes(drafter):
             items.append(Item("weights", "drafter", cfg.dtype, nbytes))
-        return cls(cfg, tuple(items), is_quantised(head), drafter.cfg if isinstance(drafter, DFlash2) else None)
+        dequantised = isinstance(head, QuantTensor) and head.layout == "rows"
+        return cls(cfg, tuple(items), dequantised, drafter.cfg if isinstance(drafter, DFlash2) else None)
 
     @classmethod
     def of_accounts(
@@ -106,7 +107,9 @@ class Weights:
         if draft_vocab is not None:
             row = weight_bytes(head, account.cfg.dtype) // account.cfg.vocab_size
             items.append(Item("weights", "draft vocabulary", "rows of the head, ids", draft_vocab * (row + 4)))
-        return cls(account.cfg, tuple(items), bool(head.bits), drafter.cfg if drafter else None)
+        table = account.cfg.tie_word_embeddings  # which is looked up as well, and so not packed for kernels
+        dequantised = head.bits > 0 and (table or not read_by_kernels(head))
+        return cls(account.cfg, tuple(items), dequantised, drafter.cfg if drafter else None)
 
 
 def _weight_items(account: Assignment, part_of: Callable[[str], str]) -> list[Item]:
@@ -268,21 +271,23 @@ def _abstract_run_state(cfg: ModelConfig, sizes: StateConfig, drafters: tuple[st
 def _workspace_estimate(weights: Weights, settings: Settings) -> int:
     """Intermediate results of the hungriest program; a rough fit to what XLA gives this model's on an NVIDIA GPU.
 
-    A matrix is dequantised for each product (a dense one is copied out of its stack). Of a row of prefill about two
-    inner rows of the MLP and four recurrent states of its chunk, in fp32, are alive at once; of a row of logits four.
+    For products of many rows matrices are dequantised (dense ones are copied out of their stacks), of a layer up to
+    three at a time. Of a row of prefill about two inner rows of the MLP and four recurrent states of its chunk, in
+    fp32, are alive at once; of a row of logits four.
     """
     cfg, sizes = weights.cfg, settings.sizes(weights.cfg)
     itemsize = jnp.dtype(cfg.dtype).itemsize
-    layers = jax.tree.leaves((shapes(cfg).linear, shapes(cfg).full))
-    matrix = max(math.prod(leaf.shape[1:]) for leaf in layers) * itemsize
-    head = cfg.vocab_size * cfg.hidden_size * itemsize if weights.head_quantised else 0
+    layer = shapes(cfg).linear
+    three = (layer.mixer.out, layer.mlp.gate_up, layer.mlp.down)
+    matrices = sum(math.prod(leaf.shape[1:]) for leaf in three) * itemsize
+    head = cfg.vocab_size * cfg.hidden_size * itemsize if weights.head_dequantised else 0
     state = cfg.linear_num_value_heads * cfg.linear_key_head_dim * cfg.linear_value_head_dim
     row = 4 * (2 * cfg.intermediate_size + 4 * state // CHUNK)
     if weights.drafter and "dflash2" in settings.drafters:
         row += len(weights.drafter.target_layer_ids) * cfg.hidden_size * itemsize
     rows = sizes.batch * settings.prefill_rows(cfg)
     logits = sizes.batch * max(settings.logit_rows, settings.verify_rows) * cfg.vocab_size * 4
-    return max(matrix + rows * row, max(matrix, head) + 4 * logits)
+    return max(matrices + rows * row, max(matrices, head) + 4 * logits)
 
 
 def alternatives(weights: Weights, settings: Settings, budget: Budget) -> list[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """Matrices of 4- and 8-bit integers with scales."""
 
 from qwen38_jax.quantization.tensor import (
+    BLOCK_ROWS,
     LAYOUTS,
     Indexed,
     Layout,
@@ -16,6 +17,7 @@ from qwen38_jax.quantization.tensor import (
 )
 
 __all__ = [
+    "BLOCK_ROWS",
     "LAYOUTS",
     "Indexed",
     "Layout",

@@ -102,8 +102,9 @@ def kernel_weight(w: QuantTensor) -> int4.Int4Weight | int8.Int8Weight:
     return int8.Int8Weight(w.codes, w.scales, w.n, w.group, w.scale_dtype)
 
 
-# "mma": the order in which tensor cores take the codes; `pack_int4` and `pack_int8` say it in full. N is padded to a
-# multiple of 64, and codes and scales are int32 words `[..., ceil(N / 64), ...]`.
+# "mma" is the order in which tensor cores take the codes; `pack_int4` and `pack_int8` say it in full. Codes and scales
+# are int32 words `[..., ceil(N / BLOCK_ROWS), ...]`, of blocks of rows of which the last is padded.
+BLOCK_ROWS = 64
 LAYOUTS = {"rows": Layout(pack=lambda w: w, unpack=lambda w: w), "mma": Layout(_pack_mma, _unpack_mma)}
 
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from qwen38_jax.checkpoint.files import INDEX
 from qwen38_jax.checkpoint.synthetic import SMALL, Recipe, write
+from qwen38_jax.quantization import in_rows, is_quantised
 
 CFG = dataclasses.replace(
     SMALL,
@@ -75,7 +76,8 @@ def edit_index(path: Path, change: Callable[[dict], object]) -> None:
 
 
 def assert_same(got, want) -> None:
-    """Two pytrees are equal bit for bit, dtypes included."""
+    """Two pytrees are equal bit for bit, dtypes included, in whichever layout their integers are."""
+    got, want = (jax.tree.map(in_rows, tree, is_leaf=is_quantised) for tree in (got, want))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, jax.tree_util.keystr(path)

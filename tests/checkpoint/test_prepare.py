@@ -19,7 +19,7 @@ from qwen38_jax.checkpoint.prepare import MANIFEST, Options, plan_preparation
 from qwen38_jax.checkpoint.synthetic import recipe, write
 from qwen38_jax.layers.linear import embed
 from qwen38_jax.params import tree_bytes
-from qwen38_jax.quantization import LAYOUTS, Layout, QuantTensor, RowBlocks, dequantize, is_quantised, quantize
+from qwen38_jax.quantization import LAYOUTS, Layout, QuantTensor, RowBlocks, dequantize, in_rows, is_quantised, quantize
 from scripts.prepare_checkpoint import main
 from tests.checkpoint.small import assert_same, edit, edit_json, make, read
 
@@ -65,12 +65,16 @@ def synthetic(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_keeping_everything_changes_no_weight(synthetic, tmp_path, name):
+    both = {"mma", "rows"}  # an embedding is in rows, and so are columns out of order, where there are groups of them
+    layouts = {"w4a16": {"mma"}, "gptq": {"mma"}, "fast": both, "gptq-act-order": both}
     source = synthetic(name)
     before = contents(source)
     manifest = prepare(source, tmp_path / "m")
     assert contents(source) == before
     got, want = load_checkpoint(tmp_path / "m"), load_checkpoint(source)
     assert_same((got.params, got.draft_head), (want.params, want.draft_head))
+    leaves = jax.tree.leaves((got.params, got.draft_head), is_leaf=is_quantised)
+    assert {leaf.layout for leaf in leaves if is_quantised(leaf)} == layouts.get(name, set())
     assert (got.cfg, got.prefix, got.generation_config) == (want.cfg, want.prefix, want.generation_config)
     assert loaded_bytes(tmp_path / "m") == pytest.approx(tree_bytes((got.params, got.draft_head)), rel=1e-3)
     assert describe(tmp_path / "m").loadable and got.notes == ()
@@ -173,9 +177,7 @@ def test_fp8_is_a_source_to_quantise_from(synthetic, tmp_path):
     prepare(synthetic("fp8"), tmp_path / "m", Options(body="int8", mtp="int8", embedding="keep", head="keep"))
     exact = load_checkpoint(synthetic("fp8"), dtype="float32").params.full.mlp.down
     want = jax.jit(lambda w: quantize(w, 8, 128))(exact)  # of the product of value and scale, not of bf16
-    got = load_checkpoint(tmp_path / "m").params.full.mlp.down
-    np.testing.assert_array_equal(got.codes, want.codes)
-    np.testing.assert_array_equal(got.scales, want.scales)
+    assert_same(load_checkpoint(tmp_path / "m").params.full.mlp.down, want.astype("bfloat16"))
 
 
 def test_slices_of_different_formats_stay_apart(small, tmp_path):
@@ -222,9 +224,10 @@ def test_a_draft_head_is_cut_again_from_a_prepared_checkpoint(synthetic, tmp_pat
     prepare(synthetic("fast"), tmp_path / "c", Options(draft_vocab=tmp_path / "ids.json"))
     assert contents(tmp_path / "b") | {MANIFEST: ""} == contents(tmp_path / "c") | {MANIFEST: ""}
     checkpoint = load_checkpoint(tmp_path / "b")
-    np.testing.assert_array_equal(
-        checkpoint.draft_head.weight.codes, checkpoint.params.lm_head.codes[jnp.array([5, 7, 400])]
-    )
+    head, drafted = checkpoint.params.lm_head, checkpoint.draft_head.weight
+    assert (drafted.layout, drafted.shape, drafted.codes.shape[0]) == ("mma", (3, 128), 1)  # a block, padded
+    np.testing.assert_array_equal(in_rows(drafted).codes, in_rows(head).codes[jnp.array([5, 7, 400])])
+    assert loaded_bytes(tmp_path / "b") == tree_bytes((checkpoint.params, drafted))
     assert len(load_checkpoint(tmp_path / "a").draft_head.ids) == 128
 
 
@@ -286,7 +289,7 @@ def test_a_layout_is_one_entry(synthetic, tmp_path, words):
     np.testing.assert_array_equal(*[dequantize(c.draft_head.weight) for c in (a, rows)])
     assert "int4 group 128 (words)" in describe(tmp_path / "a").quantised
 
-    prepare(tmp_path / "a", tmp_path / "b")  # back into rows
+    prepare(tmp_path / "a", tmp_path / "b", Options(layout="rows"))
     assert contents(tmp_path / "b") | {MANIFEST: ""} == contents(tmp_path / "rows") | {MANIFEST: ""}
     for path, out in ((tmp_path / "a", "xa"), (tmp_path / "rows", "xr")):
         c = load_checkpoint(path)
@@ -343,6 +346,13 @@ def test_config_and_tensors_that_contradict_each_other(small, tmp_path, change, 
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path / "m")
     assert not describe(tmp_path / "m").loadable
+
+
+def test_damage_to_scales_in_words_is_seen(synthetic, tmp_path):
+    prepare(synthetic("w4a16"), tmp_path / "m")
+    edit(tmp_path / "m", lambda t: t["full.0.mlp.down.scales"].fill(0x7E00), "full-000.safetensors")  # every second one
+    with pytest.raises(CheckpointError, match=r"full\.0\.mlp\.down\.scales' holds nan"):
+        load_checkpoint(tmp_path / "m")
 
 
 def test_damage_to_a_prepared_checkpoint_is_seen(small, tmp_path):
@@ -414,7 +424,7 @@ def test_the_command(synthetic, tmp_path, capsys):
     out = tmp_path / "m"
     main([str(synthetic("w4a16")), str(out), "--head", "int4", "--draft-vocab", str(tmp_path / "ids.json")])
     printed = capsys.readouterr().out
-    assert re.search(r"int4 group 128 \(compressed-tensors\) +int4 group 128 \(rows\) +0.00e\+00", printed)
+    assert re.search(r"int4 group 128 \(compressed-tensors\) +int4 group 128 \(mma\) +0.00e\+00", printed)
     checkpoint = load_checkpoint(out)
     assert checkpoint.params.lm_head.bits == 4 and checkpoint.params.embed.bits == 8
     assert (out / DRAFT_IDS).exists() and not (tmp_path / ".m.unfinished").exists()

@@ -55,7 +55,7 @@ def test_linears_are_rounded_and_all_else_is_kept(target, drafters, tmp_path):
     assert {f"drafter/{name}" for name in before if "generation" not in name} <= manifest["sources"].keys()
     for name, record in records.items():
         linear = "_proj.weight" in name or name == "drafter: fc.weight"
-        assert record["is"] == ("int8 group 128 (rows)" if linear else "bf16"), name
+        assert record["is"] == ("int8 group 128 (mma)" if linear else "bf16"), name
         assert (1e-3 < record["relative_rms_error"] < 2e-2) == linear
     assert records["drafter: layers.1.self_attn.v_proj.weight"]["stored_as"] == "layers.1.attention.kv"
     index = json.loads((tmp_path / "m" / "drafter" / "model.safetensors.index.json").read_text())

@@ -22,7 +22,7 @@ from qwen38_jax.params import cast, tree_bytes
 from qwen38_jax.quantization import QuantTensor, dequantize, is_quantised
 from qwen38_jax.state import StateConfig, init_state
 from tests.checkpoint.packing import values
-from tests.checkpoint.small import edit, edit_json
+from tests.checkpoint.small import assert_same, edit, edit_json
 from tests.models import extend, prompt
 
 QUANTISED = FORMATS[1:]
@@ -303,3 +303,23 @@ def test_inspect_names_the_format_of_each_class(pairs, name, part, label):
     d = describe(pairs(name)[0])
     assert d.loadable and label in next(c for c in d.classes if c.name == part).formats
     assert label in d.quantised
+
+
+@pytest.mark.parametrize("name, layout", [("fast", "mma"), ("gptq-act-order", "rows")])
+def test_integers_are_packed_on_their_way_to_a_device_with_kernels(tmp_path, monkeypatch, name, layout):
+    write(tmp_path / "m", recipe(f"qwen3.8-27b-{name}", scale="small", layers=4, vocab=500, vision=False))
+    want = load_checkpoint(tmp_path / "m")
+    monkeypatch.setattr("qwen38_jax.checkpoint.load.packs_on_load", lambda: True)
+    monkeypatch.setattr("qwen38_jax.checkpoint.unpack.CHUNK_BYTES", 4 * 64 * 64 * 3)  # three blocks of int4 rows
+    got = load_checkpoint(tmp_path / "m")
+    assert_same((got.params, got.draft_head), (want.params, want.draft_head))
+    assert got.params.full.mlp.down.layout == layout
+    if name == "fast":
+        assert (got.params.embed.layout, got.params.lm_head.layout, got.draft_head.weight.layout) == (
+            "rows",
+            "mma",
+            "mma",
+        )
+        assert (
+            got.draft_head.weight.shape == (125, 128) and got.params.lm_head.codes.shape[0] == 8
+        )  # 500 rows in blocks

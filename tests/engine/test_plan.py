@@ -46,9 +46,10 @@ def test_weights_are_the_bytes_that_loading_allocates(tmp_path, like):
     weights = Weights.of_accounts(found, drafter_account(tmp_path / "d"))
     checkpoint, (drafter, cfg) = load_checkpoint(tmp_path / "m"), load_drafter(tmp_path / "d")
     assert weights.nbytes == tree_bytes((checkpoint.params, checkpoint.draft_head, drafter))
-    assert weights.drafter == cfg and weights.head_quantised == like.endswith("fast")
+    assert weights.drafter == cfg and not weights.head_dequantised
     assert Weights.of_params(checkpoint.params, checkpoint.cfg).nbytes == tree_bytes(checkpoint.params)
-    assert Weights.of_params(checkpoint.params, checkpoint.cfg).head_quantised == weights.head_quantised
+    head_in_rows = like.endswith("fast") and jax.default_backend() != "gpu"
+    assert Weights.of_params(checkpoint.params, checkpoint.cfg).head_dequantised == head_in_rows
 
 
 @pytest.mark.parametrize(
@@ -121,16 +122,16 @@ def test_state_of_the_27b_model():
 @pytest.mark.parametrize(
     "like, settings, measured",
     [
-        ("qwen3.8-27b-w4a16", Settings(1, 8192), 452),
-        ("qwen3.8-27b-w4a16", Settings(2, 8192), 664),
-        ("qwen3.8-27b-w4a16", Settings(1, 8192, prompt=256), 397),
-        ("qwen3.8-27b-fast", Settings(1, 8192), 2426),
+        ("qwen3.8-27b-w4a16", Settings(1, 8192), 641),
+        ("qwen3.8-27b-w4a16", Settings(2, 8192), 759),
+        ("qwen3.8-27b-w4a16", Settings(1, 8192, prompt=256), 609),
+        ("qwen3.8-27b-fast", Settings(1, 8192), 641),
     ],
 )
 def test_the_workspace_estimate_holds_what_xla_takes(like, settings, measured):
     """MiB of the programs compiled for an RTX 3090 (jax 0.10.2)."""
     [workspace] = sizes(make_plan(full(like), settings), "workspace").values()
-    assert measured <= workspace / 2**20 <= 1.6 * measured
+    assert measured <= workspace / 2**20 <= 1.7 * measured
 
 
 def test_what_is_proposed_fits_and_no_more_than_needed_is_changed():
@@ -183,8 +184,8 @@ def test_a_refusal_has_both_numbers_and_the_remedy():
     with pytest.raises(NotEnoughMemory) as refusal:
         require_fit(weights, Settings(8, 65536), card, "the run")
     message = str(refusal.value)
-    assert message.startswith("the run needs 51.39 GiB (weights 17.26, state 33.16, workspace 0.97)")
-    assert "a memory of 24 GiB leaves 23.00 GiB. What fits: 4,096 tokens a sequence (21.39 GiB); or" in message
+    assert message.startswith("the run needs 51.61 GiB (weights 17.26, state 33.16, workspace 1.20)")
+    assert "a memory of 24 GiB leaves 23.00 GiB. What fits: 4,096 tokens a sequence (21.61 GiB); or" in message
     with pytest.raises(NotEnoughMemory, match="workspace 9.00"):
         require_fit(weights, Settings(), card, "it", workspace=9 * GIB)
     with pytest.raises(NotEnoughMemory, match="nothing of this model; free memory"):

@@ -14,6 +14,7 @@ import pytest
 from qwen38_jax.checkpoint import load_checkpoint
 from qwen38_jax.engine import Engine, Request
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
+from qwen38_jax.engine.memory import Budget
 from qwen38_jax.evaluation.head import compare_heads
 from qwen38_jax.model import logits
 from qwen38_jax.quantization import quantize
@@ -213,6 +214,12 @@ def test_a_head_that_cannot_be_quantised(engine, change, group, words):
     model = SimpleNamespace(params=change(engine.params))
     with pytest.raises(ValueError, match=words):
         check(model, SHIPPED_CHECKPOINT, [INT4, dataclasses.replace(INT4, group=group)])
+
+
+def test_a_checkpoint_that_could_not_be_loaded_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize_head, "device_budget", lambda: Budget(1 << 20, "the free memory of a toy"))
+    with pytest.raises(SystemExit, match=r"takes 0\.02 GiB, but the free memory of a toy leaves 0\.00 GiB"):
+        main(["--out", str(tmp_path / "new")])
 
 
 @pytest.mark.parametrize(
