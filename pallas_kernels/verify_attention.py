@@ -115,30 +115,20 @@ def verify_attention(
     config = config or heuristics((batch, kv_heads, n * group, dim), capacity, page, current_device())
     check_keys(config.keys, page)
     padded = -(-n * group // config.rows) * config.rows
-    keys = max(16, 1 << (n - 1).bit_length())  # of the block, as a matrix product wants them
-
-    # Small arrays, which XLA lays out so that programs read whole tiles; a row is now one head of a row of the block.
-    queries = q.reshape(batch, n, kv_heads, group, dim).transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, dim)
-    queries = _pad(queries, 2, padded)
-    own_k, own_v = (_pad(t.swapaxes(1, 2), 2, keys) for t in (k, v))
-    seen = jnp.any(mask, axis=1)  # [B, L]; of what nobody reads not even NaN may remain: zero times NaN is NaN
-    own_v = jnp.where(_pad(seen, 1, keys)[:, None, :, None], own_v, 0)
-    own_mask = _pad(_pad(jnp.repeat(mask, group, axis=1), 1, padded), 2, keys).astype(jnp.int32)
     starts = jnp.zeros_like(lengths)
-    oldest = jnp.zeros((batch, padded), jnp.int32)  # token that a row may read
-    if window is not None:
+    if window is None:
+        positions = jnp.zeros((batch, n), jnp.int32)
+    else:
         starts = jnp.clip(jnp.min(positions, axis=1) - window + 1, 0, lengths)
-        oldest = _pad(jnp.repeat(positions, group, axis=1), 1, padded) - (window - 1)
-
     kernel = functools.partial(
         _split_kernel,
         config=config,
         scale=dim**-0.5 * LOG2_E,
-        windowed=window is not None,
+        window=window,
         scaled=cache.k_scale is not None,
     )
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = [layer, block_table, starts, lengths, oldest, queries, own_k, own_v, own_mask, cache.k, cache.v]
+    operands = [layer, block_table, starts, lengths, positions, q, k, v, mask, cache.k, cache.v]
     numbers = jax.ShapeDtypeStruct((batch, kv_heads, padded, config.splits), jnp.float32)
     partial = kernel_call(
         kernel,
@@ -161,50 +151,58 @@ def verify_attention(
     )
 
 
-def _pad(t: Array, axis: int, size: int) -> Array:
-    return jnp.pad(t, [(0, size - t.shape[a] if a == axis else 0) for a in range(t.ndim)])
-
-
 def _split_kernel(
     layer_ref,
     table_ref,
     starts_ref,
     lengths_ref,
-    oldest_ref,
+    positions_ref,
     q_ref,
     own_k_ref,
     own_v_ref,
-    own_mask_ref,
+    mask_ref,
     k_ref,
     v_ref,
     *refs,
     config: Config,
     scale: float,
-    windowed: bool,
+    window: int | None,
     scaled: bool,
 ):
-    """The rows of one block of queries over one stretch of keys; the first stretch has the block's own keys too."""
+    """Some rows of queries over one stretch of keys; the first stretch has the block's own keys too.
+
+    A row of queries is one head of a row of the block: all that read the same key head, row by row.
+    """
     k_scale_ref, v_scale_ref = refs[:2] if scaled else (None, None)
     out_ref, top_ref, total_ref = refs[-3:]
     rows, keys, splits = config.rows, config.keys, config.splits
-    kv_heads, dim = q_ref.shape[1], q_ref.shape[3]
+    (n, heads, dim), kv_heads = q_ref.shape[1:], k_ref.shape[3]
+    group = heads // kv_heads
     first, split, sequence = pl.program_id(0) * rows, pl.program_id(1), lax.div(pl.program_id(2), kv_heads)
     head = lax.rem(pl.program_id(2), kv_heads)
     layer, length = layer_ref[0], lengths_ref[sequence]
-    q = triton.load(q_ref.at[sequence, head, pl.ds(first, rows), :])
+    query = first + lax.iota(jnp.int32, rows)
+    row, real, column = lax.div(query, group), query < n * group, lax.broadcasted_iota(jnp.int32, (1, dim), 1)
+    place = (sequence, row[:, None], (head * group + lax.rem(query, group))[:, None], column)
+    q = triton.load(q_ref.at[place], mask=jnp.broadcast_to(real[:, None], (rows, dim)), other=0)
 
     def own(carry):
-        k = triton.load(own_k_ref.at[sequence, head, :, :])
-        v = triton.load(own_v_ref.at[sequence, head, :, :])
-        readable = triton.load(own_mask_ref.at[sequence, pl.ds(first, rows), :]) != 0
-        return add_keys(carry, q, k, v, scale, 1.0, readable)
+        key = lax.iota(jnp.int32, max(16, 1 << (n - 1).bit_length()))
+        place = (sequence, key[:, None], head, column)
+        exists = jnp.broadcast_to((key < n)[:, None], (len(key), dim))
+        k, v = (triton.load(ref.at[place], mask=exists, other=0) for ref in (own_k_ref, own_v_ref))
+        both = real[:, None] & (key < n)[None, :]
+        readable = triton.load(mask_ref.at[sequence, row[:, None], key[None, :]], mask=both, other=False)
+        # Of what nobody reads not even NaN may remain: zero times NaN is NaN.
+        seen = jnp.max(readable.astype(jnp.int32), axis=0) > 0
+        return add_keys(carry, q, k, jnp.where(seen[:, None], v, 0), scale, 1.0, readable)
 
     begin_tile, end_tile = lax.div(starts_ref[sequence], keys), lax.div(length + (keys - 1), keys)
     tiles = end_tile - begin_tile
     begin = begin_tile + lax.div(tiles * split, splits)
     end = begin_tile + lax.div(tiles * (split + 1), splits)
-    if windowed:
-        oldest = triton.load(oldest_ref.at[sequence, pl.ds(first, rows)])
+    if window is not None:
+        oldest = triton.load(positions_ref.at[sequence, row], mask=real, other=0) - (window - 1)
 
     def read(tile, carry):
         place = tile_place(layer, table_ref, k_ref, sequence, head, tile, keys)
@@ -214,7 +212,7 @@ def _split_kernel(
         # Memory that nothing has written may hold NaN, which a weight of zero would not remove.
         v = triton.load(v_ref.at[(*place, slice(None))], mask=jnp.broadcast_to(exists[:, None], (keys, dim)), other=0)
         readable = exists[None, :]
-        if windowed:
+        if window is not None:
             readable = readable & (tokens[None, :] >= oldest[:, None])
         key_scale, value_scale = scale, 1.0
         if scaled:
