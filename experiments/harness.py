@@ -162,7 +162,7 @@ def new_record(
     seconds = timing.median if timing else seconds_per_step
     record = {
         "question": question,
-        **_provenance(),
+        **provenance(),
         "weights": weights,
         "predicted_for": predicted_for,
         "prompt_set": None if prompts is None else prompt_set_hash(prompts),
@@ -279,7 +279,7 @@ def _to_json(value: Any, name: str) -> Any:
     raise ValueError(f"{name} is a {type(value).__name__}, which a record cannot hold: {value!r}")
 
 
-def _provenance() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Where the numbers come from: command, commit, time, machine and versions."""
     device = jax.devices()[0]
     commit, dirty = _commit()

@@ -52,8 +52,8 @@ This page is written by `python -m scripts.make_card`; its numbers come from rec
 MEASURED = """\
 ## Measured
 
-Greedy, {dtype}, on {device} with jax {jax} and Python {python} (`{command}`), about the {held_out_documents} documents
-that are held out by {split} split.{quick}
+Greedy, {dtype}, on {device} with jax {jax} and Python {python} (`{command}`
+at commit {commit:.10}), about the {held_out_documents} documents that are held out by {split} split.{quick}
 
 {figures}
 
@@ -77,8 +77,8 @@ greedy decoding gets exactly right:
 TRAINED = """\
 ## Trained
 
-{steps:,} steps of `scripts/train_tiny.py`; trunk and MTP head together, bf16 with fp32 masters. Loss in nats a
-token at some steps, out of `{log}`:
+{steps:,} steps of `scripts/train_tiny.py`{where}.
+Trunk and MTP head together, bf16 with fp32 masters. Loss in nats a token at some steps, out of `{log}`:
 
 {curve}
 {picture}
@@ -131,7 +131,7 @@ def _measured(record: Mapping[str, Any]) -> str:
     names = {"reproduce_2k": "2k", "reproduce_6k": "6k"}
     mixes = [f"of {name} tokens {_mix(results[key])}" for key, name in names.items() if results[key]]
     return MEASURED.format(
-        **{name: record[name] for name in ("device", "jax", "python", "command")},
+        **{name: record[name] for name in ("device", "jax", "python", "command", "commit")},
         **{name: settings[name] for name in ("dtype", "held_out_documents", "split")},
         quick=quick,
         figures=figures_table(results),
@@ -169,8 +169,14 @@ def _data(run: Path) -> list[str]:
         markdown([("split", "documents", "characters"), *splits]) + "\n",
         "Plain text, and tasks in chat format that are made from these documents:\n",
         markdown([("text or task", "share of tokens"), *shares]) + "\n",
-        *_settings(data.get("plan", {})),
+        *_settings(_plan(run)),
     ]
+
+
+def _plan(run: Path) -> dict[str, Any]:
+    """The settings of the run and the machine that it ran on; empty if it left no plan.json."""
+    path = run / "plan.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _settings(plan: Mapping[str, Any]) -> list[str]:
@@ -179,7 +185,11 @@ def _settings(plan: Mapping[str, Any]) -> list[str]:
         return []
     stages = [[f"{value:,}" for value in stage.values()] for stage in plan["stages"]]
     tokens = sum(math.prod(stage.values()) for stage in plan["stages"])
-    plain = [f"{name} {value}" for name, value in plan.items() if isinstance(value, int | float | str)]
+    plain = [
+        f"{name} {value}"
+        for name, value in plan.items()
+        if isinstance(value, int | float | str) and name not in ("commit", "device", "devices")
+    ]
     return [
         f"{tokens / 1e6:,.0f} M tokens in stages of `steps` batches of `rows` rows of `length` tokens:\n",
         markdown([list(plan["stages"][0]), *stages]) + "\n",
@@ -196,8 +206,10 @@ def _trained(run: Path, checkpoint: Path) -> str:
     names = [name for name in ("loss", "mtp_loss") if name in log[0]]
     rows = [log[i] for i in np.unique(np.linspace(0, len(log) - 1, CURVE_POINTS).round().astype(int))]
     curve = [[f"{row['step']:,}", *(f"{row[name]:.3f}" for name in names)] for row in rows]
+    plan = _plan(run)
     return TRAINED.format(
         steps=log[-1]["step"],
+        where=" at commit {commit:.10}, on {devices} {device}".format(**plan) if plan.get("commit") else "",
         curve=markdown([["step", *names], *curve]),
         log=f"{_relative(run)}/log.jsonl",
         picture=f"\n![loss curves]({os.path.relpath(picture, checkpoint)})\n" if picture.exists() else "",

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
+from experiments.harness import provenance
 from qwen38_jax.checkpoint import export_checkpoint
 from qwen38_jax.checkpoint.write import write_json
 from qwen38_jax.config import ModelConfig
@@ -261,7 +262,8 @@ def main() -> None:
     sources = prepare(args.run, plan, args.stdlib)
     if args.prepare_only:
         return
-    write_json(args.run / "plan.json", dataclasses.asdict(plan))
+    machine = {name: provenance()[name] for name in ("commit", "device")}
+    write_json(args.run / "plan.json", {**dataclasses.asdict(plan), **machine, "devices": jax.device_count()})
     with BlockReader(sources["train"], args.workers) as blocks:
         state = train(args.run, plan, blocks, args.seconds)
     if args.plot:
