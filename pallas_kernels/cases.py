@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import gated_delta_net as gdn
 from pallas_kernels import int4_matmul as int4
 from pallas_kernels import int8_matmul as int8
+from pallas_kernels import norm_rope
 from pallas_kernels import prefill_attention as prefill
 from pallas_kernels import verify_attention as attention
 from pallas_kernels._paged_attention import read_pages
@@ -93,6 +94,8 @@ def all_cases(device: Device, layers: Layers = lambda layers, nbytes: layers) ->
                 yield _verify_attention(FULL_ATTENTION, tokens, None, rows, dtype, device, layers)
         for rows, tokens in PREFILLS:
             yield _prefill_attention(FULL_ATTENTION, tokens, rows, dtype, device, layers)
+    for rows in VERIFY_ROWS:
+        yield _norm_rope(FULL_ATTENTION, rows, layers)
     for dtype in ("float32", "float16"):
         for slots, rows in ((1, 1), (1, 8), (1, 16), (1, 32), (64, 8)):
             yield _gated_delta_net(GATED_DELTA_NET, slots, rows, dtype, device, layers)
@@ -240,6 +243,38 @@ def _prefill_attention(shape: Attention, tokens: int, rows: int, dtype: str, dev
         tolerance=1e-2,
         together=False,
         plain=plain if 4 * shape.heads * rows * tokens < _MOST_SCORES else None,
+    )
+
+
+def _norm_rope(shape: Attention, rows: int, layers: Layers) -> Case:
+    """A quarter of each head is rotated. A call includes a copy of its rows, out of a stack of projections."""
+    channels, half = 2 * (shape.heads + shape.kv_heads) * shape.head_dim, shape.head_dim // 8
+    nbytes = 2 * rows * shape.head_dim * (2 * shape.heads + 4 * shape.kv_heads)
+    stack = layers(shape.layers, nbytes)
+
+    def make(key):
+        keys = jax.random.split(key, 3)
+        angle = jax.random.uniform(keys[2], (rows, half), maxval=6.0)
+        norms = jax.random.normal(keys[1], (2, shape.head_dim), jnp.bfloat16)
+        return jax.random.normal(keys[0], (stack, rows, channels), jnp.bfloat16), *norms, jnp.cos(angle), jnp.sin(angle)
+
+    def run(function, qkv, q_norm, k_norm, cos, sin, layer):
+        return function(qkv[layer], q_norm, k_norm, cos, sin, heads=shape.heads, kv_heads=shape.kv_heads, eps=1e-6)
+
+    reference = functools.partial(run, norm_rope.split_norm_rope_reference)
+    return Case(
+        "norm_rope",
+        shape.name,
+        rows,
+        stack,
+        make,
+        functools.partial(run, norm_rope.split_norm_rope),
+        reference,
+        nbytes=nbytes,
+        operations=10 * rows * shape.head_dim * (shape.heads + shape.kv_heads),
+        tolerance=4e-3,  # of rounding the result to bf16
+        together=False,
+        plain=reference,
     )
 
 

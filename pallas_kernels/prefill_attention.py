@@ -128,18 +128,15 @@ def _kernel(
     def read(tile, carry, diagonal):
         place = tile_place(layer, table_ref, k_ref, sequence, lax.div(head, heads // k_ref.shape[3]), tile, keys)
         tokens = tile * keys + lax.iota(jnp.int32, keys)
-        written, readable = None, None
-        if diagonal:
-            written, readable = tokens <= last, tokens[None, :] <= position[:, None]
+        written = tokens <= last
         k = triton.load(k_ref.at[(*place, slice(None))])
         # Memory that nothing has written may hold NaN, which a weight of zero would not remove.
-        mask = None if written is None else jnp.broadcast_to(written[:, None], (keys, dim))
-        v = triton.load(v_ref.at[(*place, slice(None))], mask=mask, other=None if written is None else 0)
+        v = triton.load(v_ref.at[(*place, slice(None))], mask=jnp.broadcast_to(written[:, None], (keys, dim)), other=0)
         key_scale, value_scale = scale, 1.0
         if scaled:
             key_scale = scale * triton.load(k_scale_ref.at[place])[None, :]
-            value_scale = triton.load(v_scale_ref.at[place], mask=written, other=None if written is None else 0.0)
-            value_scale = value_scale[None, :]
+            value_scale = triton.load(v_scale_ref.at[place], mask=written, other=0.0)[None, :]
+        readable = tokens[None, :] <= position[:, None] if diagonal else None
         return add_keys(carry, q, k, v, key_scale, value_scale, readable)
 
     whole = lax.div(first + 1, keys)  # tiles that all rows read all of

@@ -115,11 +115,6 @@ def verify_attention(
     config = config or heuristics((batch, kv_heads, n * group, dim), capacity, page, current_device())
     check_keys(config.keys, page)
     padded = -(-n * group // config.rows) * config.rows
-    starts = jnp.zeros_like(lengths)
-    if window is None:
-        positions = jnp.zeros((batch, n), jnp.int32)
-    else:
-        starts = jnp.clip(jnp.min(positions, axis=1) - window + 1, 0, lengths)
     kernel = functools.partial(
         _split_kernel,
         config=config,
@@ -128,11 +123,13 @@ def verify_attention(
         scaled=cache.k_scale is not None,
     )
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = [layer, block_table, starts, lengths, positions, q, k, v, mask, cache.k, cache.v]
+    operands = [layer, block_table, lengths, q, k, v, mask, cache.k, cache.v, *cache.scales]
+    if window is not None:
+        operands += [jnp.clip(jnp.min(positions, axis=1) - window + 1, 0, lengths), positions]
     numbers = jax.ShapeDtypeStruct((batch, kv_heads, padded, config.splits), jnp.float32)
     partial = kernel_call(
         kernel,
-        operands + cache.scales,
+        operands,
         [jax.ShapeDtypeStruct((*numbers.shape, dim), jnp.float32), numbers, numbers],
         name="verify_attention",
         grid=(padded // config.rows, config.splits, batch * kv_heads),
@@ -154,9 +151,7 @@ def verify_attention(
 def _split_kernel(
     layer_ref,
     table_ref,
-    starts_ref,
     lengths_ref,
-    positions_ref,
     q_ref,
     own_k_ref,
     own_v_ref,
@@ -173,8 +168,9 @@ def _split_kernel(
 
     A row of queries is one head of a row of the block: all that read the same key head, row by row.
     """
-    k_scale_ref, v_scale_ref = refs[:2] if scaled else (None, None)
-    out_ref, top_ref, total_ref = refs[-3:]
+    *extra_refs, out_ref, top_ref, total_ref = refs
+    k_scale_ref, v_scale_ref = extra_refs[:2] if scaled else (None, None)
+    starts_ref, positions_ref = extra_refs[-2:] if window is not None else (None, None)
     rows, keys, splits = config.rows, config.keys, config.splits
     (n, heads, dim), kv_heads = q_ref.shape[1:], k_ref.shape[3]
     group = heads // kv_heads
@@ -197,12 +193,13 @@ def _split_kernel(
         seen = jnp.max(readable.astype(jnp.int32), axis=0) > 0
         return add_keys(carry, q, k, jnp.where(seen[:, None], v, 0), scale, 1.0, readable)
 
-    begin_tile, end_tile = lax.div(starts_ref[sequence], keys), lax.div(length + (keys - 1), keys)
-    tiles = end_tile - begin_tile
+    begin_tile, oldest = 0, None
+    if window is not None:
+        begin_tile = lax.div(starts_ref[sequence], keys)
+        oldest = triton.load(positions_ref.at[sequence, row], mask=real, other=0) - (window - 1)
+    tiles = lax.div(length + (keys - 1), keys) - begin_tile
     begin = begin_tile + lax.div(tiles * split, splits)
     end = begin_tile + lax.div(tiles * (split + 1), splits)
-    if window is not None:
-        oldest = triton.load(positions_ref.at[sequence, row], mask=real, other=0) - (window - 1)
 
     def read(tile, carry):
         place = tile_place(layer, table_ref, k_ref, sequence, head, tile, keys)
@@ -223,9 +220,10 @@ def _split_kernel(
     carry = lax.cond(split == 0, own, lambda carry: carry, nothing_read(rows, dim))
     out, top, total = lax.fori_loop(begin, end, read, carry)
 
-    triton.store(out_ref.at[sequence, head, pl.ds(first, rows), split, :], out)
-    triton.store(top_ref.at[sequence, head, pl.ds(first, rows), split], top)
-    triton.store(total_ref.at[sequence, head, pl.ds(first, rows), split], total)
+    place = (sequence, head, pl.ds(first, rows), split)
+    triton.store(out_ref.at[(*place, slice(None))], out, mask=jnp.broadcast_to(real[:, None], (rows, dim)))
+    triton.store(top_ref.at[place], top, mask=real)
+    triton.store(total_ref.at[place], total, mask=real)
 
 
 def _merge_kernel(partial_ref, top_ref, total_ref, out_ref, *, group: int, splits: int):

@@ -142,7 +142,7 @@ def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):
     layer = layer_at(params.full, g)
     with jax.named_scope("attention"):
         kv = settled_full(state, g)
-        rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope)
+        rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, cfg.rms_norm_eps), rope, cfg.kernels)
         if commit:
             kv = write_rows(kv, g, state.block_table, rows.k, rows.v, block.positions, block.valid)
             written = jnp.where(block.valid, block.positions, -1)

@@ -59,7 +59,8 @@ def mtp_forward(
         tokens = rms_norm(embed(params.embed, block.tokens), head.embedding_norm, eps)
         x = linear(jnp.concatenate([tokens, rms_norm(hidden, head.hidden_norm, eps)], axis=-1), head.fc)
         layer = head.layer
-        rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, eps), rope_table(block.positions, cfg))
+        rope = rope_table(block.positions, cfg)
+        rows = project(layer.mixer, cfg, rms_norm(x, layer.input_norm, eps), rope, cfg.kernels)
         kv = write_rows(kv, 0, block_table, rows.k, rows.v, block.positions, block.valid)
         written = jnp.where(block.valid, block.positions, -1)
         context = Context(kv.k, kv.v, 0, block_table, lengths, written)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.norm_rope import split_norm_rope
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.verify_attention import MAX_ROWS, PagedCache, verify_attention
 from qwen38_jax.config import ModelConfig
@@ -62,16 +63,27 @@ class Context(NamedTuple):
     written: Array | None = None
 
 
-def project(layer: Attention, cfg: ModelConfig, x: Array, rope: RopeTable) -> Rows:
-    """Queries, gates, keys and values of `x [B, L, hidden]`; queries and keys normalised, then rotated."""
+def project(layer: Attention, cfg: ModelConfig, x: Array, rope: RopeTable, kernels: str = "off") -> Rows:
+    """Queries, gates, keys and values of `x [B, L, hidden]`; queries and keys normalised, then rotated.
+
+    `kernels`: see `ModelConfig`. They have no gradient.
+    """
     batch, n, _ = x.shape
-    queries, keys = 2 * cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-    q_gate, k, v = jnp.split(linear(x, layer.qkv), [queries, queries + keys], axis=-1)
-    q, gate = jnp.split(q_gate.reshape(batch, n, cfg.num_attention_heads, 2 * cfg.head_dim), 2, axis=-1)
-    k, v = (t.reshape(batch, n, cfg.num_key_value_heads, cfg.head_dim) for t in (k, v))
+    heads, kv_heads, dim = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
+    qkv = linear(x, layer.qkv)
+    q_gate, k, v = jnp.split(qkv, [2 * heads * dim, (2 * heads + kv_heads) * dim], axis=-1)
+    q, gate = jnp.split(q_gate.reshape(batch, n, heads, 2 * dim), 2, axis=-1)
+    gate = gate.reshape(batch, n, -1)
+    if _power_of_two(dim) and takes_kernels(kernels, qkv.dtype):
+        qkv, cos, sin = (t.reshape(batch * n, -1) for t in (qkv, rope.cos, rope.sin))
+        sizes = dict(heads=heads, kv_heads=kv_heads, eps=cfg.rms_norm_eps)
+        rows = split_norm_rope(qkv, layer.q_norm, layer.k_norm, cos, sin, **sizes, interpret=kernels == "interpret")
+        q, k, v = (t.reshape(batch, n, -1, dim) for t in rows)
+        return Rows(q, gate, k, v)
+    k, v = (t.reshape(batch, n, kv_heads, dim) for t in (k, v))
     q = apply_rope(rms_norm(q, layer.q_norm, cfg.rms_norm_eps), rope)
     k = apply_rope(rms_norm(k, layer.k_norm, cfg.rms_norm_eps), rope)
-    return Rows(q, gate.reshape(batch, n, -1), k, v)
+    return Rows(q, gate, k, v)
 
 
 def output(layer: Attention, rows: Rows, attended: Array) -> Array:
@@ -99,8 +111,12 @@ def attend(rows: Rows, mask: Array, context: Context | None = None, kernels: str
 def _has_kernel(rows: Rows, context: Context, kernels: str) -> bool:
     """Triton's blocks are powers of two, and tensor cores multiply by the 16: other heads and pages do without."""
     (n, _, dim), page = rows.q.shape[1:], context.k.shape[2]
-    fits = dim >= 16 and dim & (dim - 1) == 0 and page % 16 == 0 and (n <= MAX_ROWS or context.written is not None)
+    fits = dim >= 16 and _power_of_two(dim) and page % 16 == 0 and (n <= MAX_ROWS or context.written is not None)
     return fits and takes_kernels(kernels, rows.q.dtype)
+
+
+def _power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 def _attend_by_kernel(rows: Rows, mask: Array, context: Context, interpret: bool) -> Array:
