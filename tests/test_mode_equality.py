@@ -15,7 +15,7 @@ from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.modes import make_drafter
 from qwen38_jax.drafters.mtp import Mtp
-from qwen38_jax.spec_config import MODES, SpecConfig
+from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import StateConfig
 from tests.drafters.dflash2_golden import CFG, random_drafter
 from tests.golden import GOLDEN, needs_golden
@@ -54,8 +54,9 @@ def golden():
 
 
 @needs_golden
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
-def test_the_golden_checkpoint_in_every_mode(mode):
+@pytest.mark.parametrize("mode", ["lookup", "mtp+lookup", "dflash2+lookup"])
+def test_the_golden_checkpoint(mode):
+    """Modes without a lookup take the same path; their texts are compared elsewhere, on other models."""
     checkpoint, prompts, texts = golden()
     dflash2 = drafter_of(checkpoint.cfg)
     dflash2 = (dflash2.params, dflash2.cfg) if "dflash2" in mode else None
