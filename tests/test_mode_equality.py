@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from qwen38_jax import decode
+from qwen38_jax.block_length import first_block
 from qwen38_jax.checkpoint import load_checkpoint
 from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.lookup import NoDrafter
@@ -86,7 +87,7 @@ def test_modes_follow_each_other():
     caches = jax.tree.map(lambda t: jnp.full_like(t, jnp.nan) if t.dtype == jnp.float32 else t, caches)
     state, output = begin(params, SMALL, drafters["lookup"], SPEC, prompts)
     got, drafted = [[], []], {name: 0 for name in drafters}
-    for mode in ("lookup", "mtp", "plain", "dflash2", "mtp", "plain", "plain", "lookup", *("dflash2", "mtp") * 6):
+    for mode in ("lookup", "mtp", "plain", "dflash2", "mtp", "plain", "plain", *("lookup", "dflash2", "mtp") * 8):
         for row, text in enumerate(got):
             text += np.asarray(output.tokens[row, : int(output.emitted[row])]).tolist()
         if mode == "plain":
@@ -97,7 +98,7 @@ def test_modes_follow_each_other():
             continue
         drafter, before = drafters[mode], state.counts.drafted.sum()
         length = drafter.draft_tokens or SPEC.verify_tokens
-        state = state.replace(drafter=caches[mode])
+        state = state.replace(drafter=caches[mode], block=first_block(2, SPEC, drafter.draft_tokens))
         state, output = step(params, SMALL, drafter, SPEC, state, verify_tokens=length, top=0)
         caches[mode] = state.drafter
         drafted[mode] += int(state.counts.drafted.sum() - before)
