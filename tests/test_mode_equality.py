@@ -10,12 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from qwen38_jax import decode
+from qwen38_jax.block_length import first_block
 from qwen38_jax.checkpoint import load_checkpoint
 from qwen38_jax.drafters.dflash2 import DFlash2
 from qwen38_jax.drafters.lookup import NoDrafter
 from qwen38_jax.drafters.modes import make_drafter
 from qwen38_jax.drafters.mtp import Mtp
-from qwen38_jax.spec_config import MODES, SpecConfig
+from qwen38_jax.spec_config import SpecConfig
 from qwen38_jax.state import StateConfig
 from tests.drafters.dflash2_golden import CFG, random_drafter
 from tests.golden import GOLDEN, needs_golden
@@ -54,8 +55,9 @@ def golden():
 
 
 @needs_golden
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "none"])
-def test_the_golden_checkpoint_in_every_mode(mode):
+@pytest.mark.parametrize("mode", ["lookup", "mtp+lookup", "dflash2+lookup"])
+def test_the_golden_checkpoint(mode):
+    """Modes without a lookup take the same path; their texts are compared elsewhere, on other models."""
     checkpoint, prompts, texts = golden()
     dflash2 = drafter_of(checkpoint.cfg)
     dflash2 = (dflash2.params, dflash2.cfg) if "dflash2" in mode else None
@@ -85,7 +87,7 @@ def test_modes_follow_each_other():
     caches = jax.tree.map(lambda t: jnp.full_like(t, jnp.nan) if t.dtype == jnp.float32 else t, caches)
     state, output = begin(params, SMALL, drafters["lookup"], SPEC, prompts)
     got, drafted = [[], []], {name: 0 for name in drafters}
-    for mode in ("lookup", "mtp", "plain", "dflash2", "mtp", "plain", "plain", "lookup", *("dflash2", "mtp") * 6):
+    for mode in ("lookup", "mtp", "plain", "dflash2", "mtp", "plain", "plain", *("lookup", "dflash2", "mtp") * 8):
         for row, text in enumerate(got):
             text += np.asarray(output.tokens[row, : int(output.emitted[row])]).tolist()
         if mode == "plain":
@@ -96,7 +98,7 @@ def test_modes_follow_each_other():
             continue
         drafter, before = drafters[mode], state.counts.drafted.sum()
         length = drafter.draft_tokens or SPEC.verify_tokens
-        state = state.replace(drafter=caches[mode])
+        state = state.replace(drafter=caches[mode], block=first_block(2, SPEC, drafter.draft_tokens))
         state, output = step(params, SMALL, drafter, SPEC, state, verify_tokens=length, top=0)
         caches[mode] = state.drafter
         drafted[mode] += int(state.counts.drafted.sum() - before)

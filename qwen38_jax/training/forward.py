@@ -1,6 +1,7 @@
 """The model over whole sequences, without caches and with gradients, and the loss it is trained with."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,16 @@ from jax import lax
 
 from qwen38_jax.block import Block, chain_block
 from qwen38_jax.config import ModelConfig
-from qwen38_jax.layers.attention import output, project
+from qwen38_jax.layers.attention import (
+    Partial,
+    Rows,
+    group_queries,
+    merge,
+    normalise,
+    output,
+    partial_attention,
+    project,
+)
 from qwen38_jax.layers.gated_delta_net import delta_rule, gated_delta_net
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.norm import rms_norm
@@ -50,6 +60,62 @@ def mtp_sequence(params: Params, cfg: ModelConfig, tokens: Array, hidden: Array)
     x = linear(jnp.concatenate([following, known], axis=-1), head.fc)
     x = _full_layer(head.layer, cfg, x, rope_table(_whole(tokens).positions, cfg))
     return rms_norm(x[:, :-1], head.norm, eps)
+
+
+def mtp_chain(
+    params: Params,
+    cfg: ModelConfig,
+    tokens: Array,
+    hidden: Array,
+    depth: int,
+    choose: Callable[[Array], Array] | None = None,
+) -> Array:
+    """Rows of the MTP head as it drafts, a chain from every position at once: `[depth, B, T, H]`.
+
+    Row t of depth d (from 1) predicts token t + 1 + d. Depth 1 reads the model's hidden row at t and the token after
+    it; every other one the row of the depth before at the same t and the next token, at the position after. A chain
+    attends, as in serving, to the rows of depth 1 up to its own and to what it has added itself.
+
+    Args:
+      tokens: `[B, T]`; hidden: `[B, T, H]`, of a text from its beginning. What a row reads beyond the end is token 0.
+      choose: makes ids `[B, T]` of rows `[B, T, H]`, the drafts that the next depth reads; None reads the text's own
+        tokens (teacher forcing).
+    """
+    head, eps, length = params.mtp, cfg.rms_norm_eps, tokens.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))[None, None, None]
+    positions = _whole(tokens).positions
+    committed: Rows | None = None
+    added: list[tuple[Array, Array]] = []  # keys and values of depths from 2 on
+    drafts, chain = tokens, []
+    for d in range(1, depth + 1):
+        if d == 1 or choose is None:
+            drafts = jnp.pad(tokens, ((0, 0), (0, d)))[:, d:]
+        else:
+            drafts = choose(hidden)
+        x = [rms_norm(embed(params.embed, drafts), head.embedding_norm, eps), rms_norm(hidden, head.hidden_norm, eps)]
+        x = linear(jnp.concatenate(x, axis=-1), head.fc)
+        rope = rope_table(positions + d - 1, cfg)
+        rows = project(head.layer.mixer, cfg, rms_norm(x, head.layer.input_norm, eps), rope)
+        if committed is None:
+            committed = rows
+        else:
+            added.append((rows.k, rows.v))
+        q = group_queries(rows.q, rows.k.shape[2])
+        # Worked out again in the backward pass: its scores are [T, T] for every head and depth.
+        attended = jax.checkpoint(partial_attention)(q, committed.k, committed.v, causal)
+        for k, v in added:
+            attended = merge(attended, _of_own_row(q, k, v))
+        hidden = add_mlp(head.layer, cfg, x + output(head.layer.mixer, rows, normalise(attended)))
+        hidden = rms_norm(hidden, head.norm, eps)
+        chain.append(hidden)
+    return jnp.stack(chain)
+
+
+def _of_own_row(q: Array, k: Array, v: Array) -> Partial:
+    """Attention of row t to one key, at t: `q [B, kv_heads, r, T, D]`, `k, v [B, T, kv_heads, D]`."""
+    k, v = (t.transpose(0, 2, 1, 3)[:, :, None].astype(jnp.float32) for t in (k, v))
+    score = jnp.sum(q.astype(jnp.float32) * k, axis=-1) * q.shape[-1] ** -0.5
+    return Partial(jnp.broadcast_to(v, q.shape), score, jnp.ones_like(score))
 
 
 def language_model_loss(
