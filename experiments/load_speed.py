@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.harness import WEIGHTS, Timing, append, measure_chain, new_record, table
-from qwen38_jax.checkpoint.load import Checkpoint, load_checkpoint, sound_account
+from qwen38_jax.checkpoint.load import Checkpoint, load_checkpoint, packs_on_load, sound_account
 from qwen38_jax.decode import decode_step, prefill, start
 from qwen38_jax.engine.memory import cap_device_memory, device_budget, nvidia_smi
 from qwen38_jax.engine.plan import Settings, Weights, make_plan, require_fit
@@ -33,6 +33,8 @@ from qwen38_jax.state import StateConfig, init_state
 QUESTION = "load_speed"
 COLUMNS = (
     "checkpoint",
+    "quantised=stored as",
+    "packed_on_load=packed while loading",
     "read_gb=GB read",
     "load_seconds=s",
     "gb_per_second=GB/s",
@@ -73,6 +75,7 @@ def load_record(
         settings={
             "checkpoint": directory.name,
             "quantised": account.quantised,
+            "packed_on_load": account.quantised is not None and packs_on_load(),
             "dtype": account.cfg.dtype,
             "layers": account.cfg.num_hidden_layers,
             "file_cache": cache,
