@@ -1,6 +1,7 @@
 """Files of a checkpoint directory: JSON, safetensors headers and rows, the index over the shards."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -113,6 +114,20 @@ def require_tokenizer(directory: str | Path) -> Path:
             "tokenizer_config.json and chat_template.jinja) from the original checkpoint, or pass token ids"
         )
     return path
+
+
+def weights_hash(directory: Path) -> str:
+    """SHA-256 over a directory's weight files, by name; CheckpointError when there are none."""
+    digest = hashlib.sha256()
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} has no *.safetensors file: it is not a checkpoint")
+    for path in files:
+        digest.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_rows(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
