@@ -140,6 +140,13 @@ def read_columns(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
     return _read(tensor, (slice(None), slice(start, stop)))
 
 
+def map_tensor(tensor: TensorInfo) -> np.ndarray:
+    """The tensor as an array that is read from the file where it is touched."""
+    if not tensor.nbytes:  # of which there is no map
+        return np.empty(tensor.shape, _NUMPY[tensor.dtype])
+    return np.memmap(tensor.path, _NUMPY[tensor.dtype], "r", tensor.begin, tensor.shape)
+
+
 def _read(tensor: TensorInfo, where: slice | tuple[slice, slice]) -> np.ndarray:
     """A part of a tensor.
 
@@ -148,8 +155,7 @@ def _read(tensor: TensorInfo, where: slice | tuple[slice, slice]) -> np.ndarray:
     """
     try:
         if not isinstance(where, slice):
-            mapped = np.memmap(tensor.path, _NUMPY[tensor.dtype], "r", tensor.begin, tensor.shape)
-            return np.array(mapped[where])
+            return np.array(map_tensor(tensor)[where])
         row = math.prod(tensor.shape[1:]) * _BITS[tensor.dtype] // 8
         data = np.empty((where.stop - where.start) * row, np.uint8)
         left = memoryview(data)

@@ -36,6 +36,10 @@ class Output:
     finish_reason: str
     seed: int
 
+    def moved(self, by: int) -> "Output":
+        """The same under an index that is higher by so much, to stand beside another file's."""
+        return dataclasses.replace(self, index=self.index + by)
+
 
 def read_header(path: Path) -> dict[str, Any]:
     """The first line of a file of outputs. Raises ValueError if there is none, or it is of another format."""
