@@ -1,6 +1,7 @@
 """Batches of captured rows: windows of texts, and anchors in them, each step's a function of the step alone."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ NO_ANCHOR = -1
 class Windows:
     """Draws `count` windows of `length` rows a step. Longer texts are more likely, as they have more to predict.
 
-    Called with a step, it reads the windows and gives the arrays `[count, length, ...]` of `fields`, zeros behind the end
-    of a text; then, if there are any, the anchors.
+    Called with a step, it reads the windows and gives the arrays `[count, length, ...]` of `fields`, zeros behind
+    the end of a text; then, if there are any, the anchors.
 
     Attributes:
       fields: of `captured`, in the order in which the loss takes them.
@@ -43,16 +44,19 @@ class Windows:
         if self.length < 2 or self.count < 1:
             raise ValueError(f"windows need 2 rows at least, and a batch one window: got {self.length}, {self.count}")
 
-    @property
+    @functools.cached_property
     def _texts(self) -> list[Text]:
         return [text for text in self.captured.texts if text.rows - text.prompt >= 2]
 
+    @functools.cached_property
+    def _shares(self) -> np.ndarray:
+        return np.cumsum([text.rows - text.prompt for text in self._texts])
+
     def draw(self, step: int) -> tuple[list[tuple[Text, int]], np.ndarray]:
         """Texts and their first rows; the anchors `[count, anchors]` int32, counted from there, or NO_ANCHOR."""
-        rng, texts = np.random.default_rng([self.seed, step]), self._texts
-        shares = np.cumsum([text.rows - text.prompt for text in texts])
-        chosen = np.searchsorted(shares, rng.random(self.count) * shares[-1], side="right")
-        windows = [(texts[i], self._begin(rng, texts[i])) for i in chosen]
+        rng = np.random.default_rng([self.seed, step])
+        chosen = np.searchsorted(self._shares, rng.random(self.count) * self._shares[-1], side="right")
+        windows = [(text, self._begin(rng, text)) for text in (self._texts[i] for i in chosen)]
         anchors = np.full((self.count, self.anchors), NO_ANCHOR, np.int32)
         for row, (text, begin) in enumerate(windows):
             end = min(text.rows, begin + self.length)
@@ -92,11 +96,14 @@ class ResidentWindows(Windows):
         """The fields of all texts, each `[rows, ...]`."""
         return tuple(np.concatenate([self.captured.rows(t, name) for t in self.captured.texts]) for name in self.fields)
 
+    @functools.cached_property
+    def _places(self) -> dict[Text, int]:
+        starts = np.cumsum([0] + [text.rows for text in self.captured.texts])
+        return {text: int(start) for text, start in zip(self.captured.texts, starts[:-1], strict=True)}
+
     def __call__(self, step: int) -> Batch:
         windows, anchors = self.draw(step)
-        starts = np.cumsum([0] + [text.rows for text in self.captured.texts])
-        place = {text: int(start) for text, start in zip(self.captured.texts, starts[:-1], strict=True)}
-        begins = np.array([place[text] + begin for text, begin in windows], np.int32)
+        begins = np.array([self._places[text] + begin for text, begin in windows], np.int32)
         counts = np.array([min(self.length, text.rows - begin) for text, begin in windows], np.int32)
         return (begins, counts, anchors) if self.anchors else (begins, counts)
 
