@@ -51,12 +51,11 @@ def test_blocks_are_those_of_serving(drafter):
     found = blocks_at(drafter, CFG, target, context_of(drafter, CFG, taps), tokens, anchors)
     for b, n in ((0, 0), (0, 1), (1, 0)):
         a = int(anchors[b, n])
-        row = lambda t: t[b : b + 1]  # noqa: E731
         context = init_context(CFG, 1)
         for begin, end in ((0, 5), (5, a)):  # as they would be committed
             at = jnp.arange(begin, end)[None]
             context = extend_context(
-                drafter, CFG, context, jnp.moveaxis(row(taps)[:, begin:end], 2, 0), at, jnp.ones_like(at, bool)
+                drafter, CFG, context, jnp.moveaxis(taps[b : b + 1, begin:end], 2, 0), at, jnp.ones_like(at, bool)
             )
         x = embed(target.embed, jnp.array([[int(tokens[b, a]), 63, 63, 63]]))
         served = block_hidden(drafter, CFG, context, x, jnp.array([a]))[:, 1:]
