@@ -29,9 +29,9 @@ from qwen38_jax.training.corpus import Corpus, Document, load_corpus
 from qwen38_jax.training.dataset import LineEncoder, held_out_tasks, load_tokenizer
 from scripts.measure_tiny import TRAINING_RUN, held_out_by
 
-TASK_TOKENS = (96, 900)  # of question and answer
-REPRODUCED_TOKENS = (60, 800)
-MODULE_TOKENS = 600  # above the function to be continued
+TASK_TOKENS = (96, 700)  # of question and answer
+REPRODUCED_TOKENS = (60, 420)
+MODULE_TOKENS = 500  # above the function to be continued
 PROSE_TOKENS = 128
 NEW_TOKENS = {"code": 256, "prose": 192}
 SHARES = {"chat": 0.5, "reproduce": 0.2, "code": 0.2, "prose": 0.1}

@@ -42,21 +42,22 @@ def frozen_parts(params: Params) -> Params:
 def mtp_loss(
     head: MtpHead,
     target: Params,
-    vocabulary: Array | None,
     tokens: Array,
     hidden: Array,
     response: Array,
     *,
     cfg: ModelConfig,
     settings: MtpLoss,
+    vocabulary: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """The weighted mean over depths of the mean over what is drafted in serving: output tokens after output tokens.
 
     Args:
       head: in fp32; it computes in `cfg.dtype`.
-      target: as `frozen_parts` gives it. vocabulary: `[n]` ids that may be drafted, or None; what is not among them
-        counts for nothing, and both distributions are over them.
+      target: as `frozen_parts` gives it.
       tokens, response: `[B, T]`; hidden: `[B, T, H]`.
+      vocabulary: `[n]` ids that may be drafted, ascending; what is not among them counts for nothing, and both
+        distributions are over them. None for all.
 
     Returns:
       The loss; by depth the loss and how often the likeliest draft is the token, and drafts accepted of a chain.

@@ -62,8 +62,8 @@ def keep_settings(run: Path, settings: dict[str, Any]) -> None:
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """The flags that determine a run, and more."""
-    left_out = {"states", "run", "checkpoint", "seconds", "save_every", "plot", "resident"}
+    """The flags that determine a run, and more. Not the number of steps: a run may be given other ones on the way."""
+    left_out = {"states", "run", "checkpoint", "steps", "seconds", "save_every", "plot", "resident"}
     return {key: value for key, value in vars(args).items() if key not in left_out} | more
 
 

@@ -92,9 +92,14 @@ class ResidentWindows(Windows):
     arrays, `gather` makes of both what `Windows` would have given. For as much as the device holds.
     """
 
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """The fields of all texts, each `[rows, ...]`."""
-        return tuple(np.concatenate([self.captured.rows(t, name) for t in self.captured.texts]) for name in self.fields)
+    def columns(self) -> tuple[tuple[np.ndarray, ...], ...]:
+        """The fields of all texts, each `[rows, ...]`; taps in one array a layer, which 32 bits can still index."""
+        found = []
+        for name in self.fields:
+            parts = [self.captured.rows(text, name) for text in self.captured.texts]
+            layers = [[p[:, i] for p in parts] for i in range(parts[0].shape[1])] if name == "taps" else [parts]
+            found.append(tuple(map(np.concatenate, layers)))
+        return tuple(found)
 
     @functools.cached_property
     def _places(self) -> dict[Text, int]:
@@ -107,13 +112,16 @@ class ResidentWindows(Windows):
         counts = np.array([min(self.length, text.rows - begin) for text, begin in windows], np.int32)
         return (begins, counts, anchors) if self.anchors else (begins, counts)
 
-    def gather(self, columns: tuple[Array, ...], begins: Array, counts: Array) -> tuple[Array, ...]:
+    def gather(self, columns: tuple[tuple[Array, ...], ...], begins: Array, counts: Array) -> tuple[Array, ...]:
         """`[count, length, ...]` of every field; jit-able."""
         offsets = jnp.arange(self.length)
         inside = offsets < counts[:, None]
 
-        def of_field(column):
+        def read(column):
             rows = column.at[begins[:, None] + offsets].get(mode="clip")
             return jnp.where(inside.reshape(*inside.shape, *[1] * (rows.ndim - 2)), rows, 0)
 
-        return tuple(map(of_field, columns))
+        return tuple(
+            jnp.stack([read(c) for c in column], axis=2) if name == "taps" else read(column[0])
+            for name, column in zip(self.fields, columns, strict=True)
+        )
