@@ -6,7 +6,6 @@ in its place.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -96,3 +95,95 @@ def mtp_inputs(params: Params, cfg: ModelConfig, tokens: Array, hidden: Array) -
     wide = layer.mlp.replace(down=jnp.eye(layer.mlp.down.shape[1], dtype=x.dtype))
     inputs["layer.mlp.down"] = mlp(wide, inputs["layer.mlp.gate_up"])
     return rms_norm(add_mlp(layer, cfg, x), head.norm, eps), inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a drafter's matrices are rounded.
+
+    Attributes:
+      method: "gptq" or "rtn" (to the nearest).
+      bits, group: of codes, columns that share a scale.
+      keep_fc: leave the projection of the taps in floats.
+      blend_context: let keys and values be calibrated on the text's rows as well as on the block's.
+    """
+
+    method: str = "gptq"
+    bits: int = 4
+    group: int = 128
+    keep_fc: bool = False
+    blend_context: bool = False
+
+    def __post_init__(self):
+        if self.method not in ("gptq", "rtn"):
+            raise ValueError(f"method must be gptq or rtn, got {self.method!r}")
+
+
+def calibrate(collect: Callable[..., Inputs], batches: Iterable[tuple[Array, ...]]) -> dict[str, Hessian]:
+    """The second moments of all inputs over batches; `collect(*batch)` gives the inputs. Rows are those of `batch`."""
+    collect, hessians = jax.jit(collect), {}
+    for batch in batches:
+        for name, rows in collect(*batch).items():
+            hessians[name] = add_rows(hessians.get(name, empty_hessian(rows.shape[-1])), rows)
+    if not hessians:
+        raise ValueError("there is nothing to calibrate on")
+    return hessians
+
+
+def quantise_matrix(w: Array, hessian: Hessian | None, recipe: Recipe) -> QuantTensor:
+    """A matrix `[N, K]` in integers, with as large groups as divide a row."""
+    group = recipe.group
+    while w.shape[1] % group:
+        group //= 2
+    if recipe.method == "rtn":
+        return quantize(w, recipe.bits, group)
+    return gptq(w, hessian.matrix, bits=recipe.bits, group=group, clip_search=True)[0]
+
+
+def quantise_dflash2(
+    params: DFlash2Params, cfg: DFlash2Config, hessians: dict[str, Hessian], recipe: Recipe
+) -> DFlash2Params:
+    """The drafter with the matrices of its layers, and `fc`, in integers; convolutions and selector stay."""
+
+    def of_layers(part: str, field: str) -> QuantTensor:
+        stacked = getattr(getattr(params.layers, part), field)
+        return _stack(
+            [
+                quantise_matrix(stacked[n], _hessian(hessians, f"layers.{n}.{part}.{field}", recipe), recipe)
+                for n in range(cfg.num_hidden_layers)
+            ]
+        )
+
+    layers = params.layers
+    layers = layers.replace(
+        attention=layers.attention.replace(**{f: of_layers("attention", f) for f in ("q", "kv", "o")}),
+        mlp=layers.mlp.replace(**{f: of_layers("mlp", f) for f in ("gate_up", "down")}),
+    )
+    fc = params.fc if recipe.keep_fc else quantise_matrix(params.fc, hessians.get("fc"), recipe)
+    return params.replace(fc=fc, layers=layers)
+
+
+def quantise_mtp(head: MtpHead, hessians: dict[str, Hessian], recipe: Recipe) -> MtpHead:
+    """The head with its matrices in integers."""
+
+    def of(path: str, w: Array) -> QuantTensor:
+        return quantise_matrix(w, hessians.get(path), recipe)
+
+    mixer, feed = head.layer.mixer, head.layer.mlp
+    layer = head.layer.replace(
+        mixer=mixer.replace(qkv=of("layer.mixer.qkv", mixer.qkv), o=of("layer.mixer.o", mixer.o)),
+        mlp=feed.replace(gate_up=of("layer.mlp.gate_up", feed.gate_up), down=of("layer.mlp.down", feed.down)),
+    )
+    return head.replace(fc=head.fc if recipe.keep_fc else of("fc", head.fc), layer=layer)
+
+
+def _hessian(hessians: dict[str, Hessian], name: str, recipe: Recipe) -> Hessian | None:
+    """That of a matrix; for keys and values the mean of block's and text's, where these are to count."""
+    own, of_text = hessians.get(name), hessians.get(f"{name}.{CONTEXT_ROWS}")
+    if own is None or of_text is None or not recipe.blend_context:
+        return own
+    return Hessian((own.matrix + of_text.matrix) / 2, own.rows + of_text.rows)
+
+
+def _stack(layers: list[QuantTensor]) -> Any:
+    return jax.tree.map(lambda *ts: jnp.stack(ts), *layers)
