@@ -68,7 +68,7 @@ def test_a_head_of_another_model_or_dtype_is_refused(source, tmp_path):
             replace_mtp(source, tmp_path / "new", tmp_path / "mtp.safetensors")
     assert not (tmp_path / "new").exists()
     with pytest.raises(CheckpointError, match="lacks"):
-        read_mtp(source / "model-00001-of-00002.safetensors", CFG)
+        read_mtp(min(source.glob("*.safetensors")), CFG)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
