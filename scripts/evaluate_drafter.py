@@ -134,8 +134,7 @@ def run(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         for k, of_k in found["verify"].items():
             record("offline", source, k, of_k, found["outputs"], **about)
     if args.online:
-        few = Captured(captured.directory, captured.manifest, captured.texts[: args.online], captured._mapped)
-        offline = subject.offline(few, args.verify_tokens)["all"]["verify"]
+        offline = subject.offline(captured.first(args.online), args.verify_tokens)["all"]["verify"]
         for k in args.verify_tokens:
             found = subject.online(captured, args.online, k, args.batch)
             record("online", "all", k, found, found.pop("outputs"))

@@ -258,6 +258,10 @@ class Captured:
     def tap_layers(self) -> tuple[int, ...]:
         return tuple(self.manifest["tap_layers"])
 
+    def first(self, count: int) -> "Captured":
+        """Only the first texts."""
+        return dataclasses.replace(self, texts=self.texts[:count])
+
     def rows(self, text: Text, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """Rows [begin, end) of a text's field `name`."""
         end = text.rows if end is None else min(end, text.rows)
