@@ -338,8 +338,13 @@ def shapes(cfg: ModelConfig) -> Params:
 
 
 def init_params(cfg: ModelConfig, key: Array) -> Params:
-    """Random parameters, each leaf from its own key, so that adding a leaf changes no other."""
-    infos, treedef = jax.tree_util.tree_flatten_with_path(abstract(cfg))
+    """Random parameters of a model; see `init_tree`."""
+    return init_tree(abstract(cfg), key)
+
+
+def init_tree(infos: Any, key: Array) -> Any:
+    """Random arrays for a pytree of `ArrayInfo`, each leaf from its own key, so that adding a leaf changes no other."""
+    infos, treedef = jax.tree_util.tree_flatten_with_path(infos)
     leaves = []
     for path, info in infos:
         name = jax.tree_util.keystr(path)

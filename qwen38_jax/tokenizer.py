@@ -41,6 +41,7 @@ class Tokenizer:
     Attributes:
         vocab_size: one more than the largest id that stands for text (248,077 for Qwen3.8). The model's own
             vocabulary may be padded beyond it; those ids decode to nothing.
+        added_ids: the id of every added token, by its text.
         special_ids: the ids flagged special, which decoding skips by default. `<think>` and `<tool_call>` are
             added tokens but not special in Qwen3.8, so they stay visible.
     """
@@ -59,7 +60,7 @@ class Tokenizer:
         self._plain = _without_added_tokens(backend)
         self._template_source = chat_template
         added = backend.get_added_tokens_decoder()
-        self._added_ids = {token.content: token_id for token_id, token in added.items()}
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = _piece_bytes(backend)
         self.vocab_size = len(self._pieces)
@@ -92,7 +93,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"{self._name} decodes with {self._backend.decoder}, but only byte-level BPE is supported"
             )
-        for content, token_id in self._added_ids.items():
+        for content, token_id in self.added_ids.items():
             ids = self.encode(content, parse_special=True)
             if ids != [token_id]:
                 raise TokenizerError(
@@ -172,7 +173,7 @@ class Tokenizer:
         # Splitting at a group alternates: text, special string, text, ...
         for index, piece in enumerate(re.split(MARK + self._special_pattern, marked)):
             if index % 2:
-                ids.append(self._added_ids[piece])
+                ids.append(self.added_ids[piece])
             elif text := piece.replace(MARK, ""):
                 ids += self.encode(text, parse_special=False)
         return ids
@@ -180,7 +181,7 @@ class Tokenizer:
     @functools.cached_property
     def _special_pattern(self) -> str:
         # Longest first, as the library prefers it too; without added tokens a pattern that never matches.
-        longest_first = sorted(self._added_ids, key=len, reverse=True)
+        longest_first = sorted(self.added_ids, key=len, reverse=True)
         return "(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")"
 
     @functools.cached_property

@@ -10,7 +10,6 @@ to experiments/results/tiny_checkpoint.jsonl, from which scripts/make_card.py wr
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 
 from experiments.harness import RESULTS, append, new_record
+from qwen38_jax.checkpoint.files import weights_hash
 from qwen38_jax.config import KERNELS
 from qwen38_jax.engine import Engine
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
@@ -40,17 +40,6 @@ QUESTION = "tiny_checkpoint"
 NGRAM_ORDER = 5
 SCORE_BATCH = 8  # texts read at once, whole: their logits are [8, T, V] fp32
 TRAINING_RUN = RESULTS / "train_tiny"
-
-
-def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 over the checkpoint's weight files, by name."""
-    digest = hashlib.sha256()
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{checkpoint} has no *.safetensors file: it is not a checkpoint")
-    for path in files:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def held_out_by(run: Path) -> set[str] | None:

@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from optax.contrib import MuonDimensionNumbers
 
 from experiments.harness import provenance
 from qwen38_jax.checkpoint import export_checkpoint
@@ -39,6 +38,7 @@ from qwen38_jax.training.dataset import (
 )
 from qwen38_jax.training.forward import language_model_loss
 from qwen38_jax.training.loop import Batch, TrainConfig, TrainState, fit, read_log
+from qwen38_jax.training.matrices import decayed, muon_dimensions
 
 SHARD_BYTES = 15_000_000
 
@@ -176,21 +176,8 @@ def train(run: Path, plan: Plan, blocks: BlockReader, seconds: float) -> TrainSt
         return init_params(dataclasses.replace(plan.model, dtype="float32"), jax.random.key(plan.seed))
 
     infos = abstract(plan.model)
-    decays = jax.tree.map(lambda info: _is_matrix(info.axes), infos)
-    muon = jax.tree.map(lambda info: _muon(info.axes), infos) if plan.optimizer == "muon" else None
+    decays, muon = decayed(infos), muon_dimensions(infos) if plan.optimizer == "muon" else None
     return fit(loss, init, Batches(plan, blocks), config, run, decays=decays, muon=muon, seconds=seconds)
-
-
-def _is_matrix(axes: tuple[str, ...]) -> bool:
-    """Norms, the short filters and the per-head constants of the recurrence are none."""
-    return len([axis for axis in axes if axis != "layer"]) == 2 and "width" not in axes
-
-
-def _muon(axes: tuple[str, ...]) -> MuonDimensionNumbers | None:
-    """Muon is for matrices between layers; embedding and head stay with AdamW."""
-    if not _is_matrix(axes) or "vocab" in axes:
-        return None
-    return MuonDimensionNumbers(reduction_axis=len(axes) - 1, output_axis=len(axes) - 2)
 
 
 def held_out_loss(plan: Plan, source: Source, params: Params) -> dict[str, float]:

@@ -12,6 +12,8 @@ import numpy as np
 
 from qwen38_jax.checkpoint import names, native
 from qwen38_jax.checkpoint.draft_ids import DRAFT_IDS, write_draft_ids
+from qwen38_jax.checkpoint.drafter import drafter_places
+from qwen38_jax.checkpoint.files import SINGLE
 from qwen38_jax.checkpoint.names import Place
 from qwen38_jax.checkpoint.pack import Packed, quantization_config
 from qwen38_jax.checkpoint.write import (
@@ -23,8 +25,8 @@ from qwen38_jax.checkpoint.write import (
     write_json,
     write_shards,
 )
-from qwen38_jax.config import ModelConfig, token_ids
-from qwen38_jax.params import DraftHead, Params
+from qwen38_jax.config import DFlash2Config, ModelConfig, token_ids
+from qwen38_jax.params import DFlash2Params, DraftHead, Params
 from qwen38_jax.quantization import Indexed, QuantTensor, RowBlocks, Weight, in_rows, is_quantised
 
 
@@ -67,13 +69,7 @@ def export_checkpoint(
     if token_ids(generation.get("eos_token_id"), "eos_token_id") != cfg.eos_token_ids:
         generation["eos_token_id"] = list(cfg.eos_token_ids)
     weights = _weights(params, draft_head, cfg, prefix)
-    tensors = [tensor for weight in weights for tensor in (weight.tensors if isinstance(weight, Packed) else [weight])]
-    tensors.sort(key=lambda tensor: natural_order(tensor.name))
-    matrices = [weight for weight in weights if isinstance(weight, Packed)]
-    dense = [weight.name for weight in weights if isinstance(weight, NewTensor) and len(weight.shape) == 2]
-    quantization = quantization_config(matrices, dense)
-    if quantization is not None:
-        config["quantization_config"] = quantization
+    tensors = _stored(weights, config)
     with new_directory(directory) as partial:
         if copy_from is not None:
             copy_tokenizer(Path(copy_from), partial)
@@ -82,6 +78,38 @@ def export_checkpoint(
         write_json(partial / "generation_config.json", generation)
         if draft_head is not None:
             write_draft_ids(partial / DRAFT_IDS, np.asarray(draft_head.ids))
+
+
+def export_drafter(directory: str | Path, params: DFlash2Params, cfg: DFlash2Config) -> None:
+    """Writes a DFlash2 drafter in its own layout: config.json and one file. Integers as `export_checkpoint`.
+
+    Raises:
+      ValueError: params and cfg contradict each other.
+      CheckpointError: the directory is not empty, or the disk is too small.
+    """
+    leaves, places = jax.tree.leaves(params, is_leaf=is_quantised), drafter_places(cfg)
+    if len(leaves) != len(places):
+        raise ValueError(f"params have {len(leaves)} leaves, cfg {len(places)}")
+    weights: list[Packed | NewTensor] = []
+    for place, leaf in zip(places, leaves, strict=True):
+        _check_leaf(place, leaf)
+        weights += leaf_tensors(place, leaf, cfg.dtype, "")
+    config = cfg.to_hf()
+    tensors = _stored(weights, config)
+    with new_directory(directory) as partial:
+        write_shards(partial, {SINGLE: tensors})
+        write_json(partial / "config.json", config)
+
+
+def _stored(weights: list[Packed | NewTensor], config: dict[str, Any]) -> list[NewTensor]:
+    """The tensors that stand for weights, in order; `config` is told how integers are stored."""
+    matrices = [weight for weight in weights if isinstance(weight, Packed)]
+    dense = [weight.name for weight in weights if isinstance(weight, NewTensor) and len(weight.shape) == 2]
+    quantization = quantization_config(matrices, dense)
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    tensors = [tensor for weight in weights for tensor in (weight.tensors if isinstance(weight, Packed) else [weight])]
+    return sorted(tensors, key=lambda tensor: natural_order(tensor.name))
 
 
 def _agreeing_config(hf_config: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
@@ -122,7 +150,7 @@ def _weights(params: Params, draft_head: DraftHead | None, cfg: ModelConfig, pre
     weights = []
     for place in places:
         _check_leaf(place, given[place.path])
-        weights += _tensors(place, given[place.path], cfg.dtype, prefix)
+        weights += leaf_tensors(place, given[place.path], cfg.dtype, prefix)
     return weights
 
 
@@ -136,7 +164,7 @@ def _check_leaf(place: Place, leaf: Weight) -> None:
         raise ValueError(f"params.{place.path} is quantised, but {list(place.slices[0].shape)} is no matrix")
 
 
-def _tensors(place: Place, leaf: Weight, model_dtype: str, prefix: str) -> Iterator[Packed | NewTensor]:
+def leaf_tensors(place: Place, leaf: Weight, model_dtype: str, prefix: str) -> Iterator[Packed | NewTensor]:
     """The weights of one leaf: those of each slice, one for each layer of a stacked leaf."""
     begin = 0
     for part in place.slices:

@@ -1,6 +1,7 @@
 """Files of a checkpoint directory: JSON, safetensors headers and rows, the index over the shards."""
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -115,6 +116,20 @@ def require_tokenizer(directory: str | Path) -> Path:
     return path
 
 
+def weights_hash(directory: Path) -> str:
+    """SHA-256 over a directory's weight files, by name; CheckpointError when there are none."""
+    digest = hashlib.sha256()
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory} has no *.safetensors file: it is not a checkpoint")
+    for path in files:
+        digest.update(path.name.encode() + b"\0")
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
 def read_rows(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
     """Rows [start, stop) of a tensor's first axis."""
     return _read(tensor, slice(start, stop))
@@ -125,6 +140,13 @@ def read_columns(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
     return _read(tensor, (slice(None), slice(start, stop)))
 
 
+def map_tensor(tensor: TensorInfo) -> np.ndarray:
+    """The tensor as an array that is read from the file where it is touched."""
+    if not tensor.nbytes:  # of which there is no map
+        return np.empty(tensor.shape, _NUMPY[tensor.dtype])
+    return np.memmap(tensor.path, _NUMPY[tensor.dtype], "r", tensor.begin, tensor.shape)
+
+
 def _read(tensor: TensorInfo, where: slice | tuple[slice, slice]) -> np.ndarray:
     """A part of a tensor.
 
@@ -133,8 +155,7 @@ def _read(tensor: TensorInfo, where: slice | tuple[slice, slice]) -> np.ndarray:
     """
     try:
         if not isinstance(where, slice):
-            mapped = np.memmap(tensor.path, _NUMPY[tensor.dtype], "r", tensor.begin, tensor.shape)
-            return np.array(mapped[where])
+            return np.array(map_tensor(tensor)[where])
         row = math.prod(tensor.shape[1:]) * _BITS[tensor.dtype] // 8
         data = np.empty((where.stop - where.start) * row, np.uint8)
         left = memoryview(data)

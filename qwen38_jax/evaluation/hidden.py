@@ -1,7 +1,8 @@
-"""The rows that the output head reads, for given text."""
+"""The rows that the output head reads, and the layers' outputs that a drafter does, for given texts."""
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,27 +18,44 @@ Array = jax.Array
 CHUNK = 256  # rows at a time
 
 
-def hidden_chunks(params: Params, cfg: ModelConfig, token_ids: Sequence[int]) -> Iterator[Array]:
-    """Hidden rows after the final norm, `[CHUNK, H]` at a time, teacher-forced.
+class ChunkRows(NamedTuple):
+    """Rows of B texts: `hidden [B, CHUNK, H]` after the final norm, `taps [len(tap_layers), B, CHUNK, H]`."""
 
-    The row of index i scores token i + 1. What the last chunk holds beyond the text is arbitrary.
+    hidden: Array
+    taps: Array
+
+
+def text_chunks(
+    params: Params, cfg: ModelConfig, texts: Sequence[Sequence[int]], tap_layers: tuple[int, ...] = ()
+) -> Iterator[ChunkRows]:
+    """Rows of several texts, teacher-forced, CHUNK of each at a time until the longest ends.
+
+    The row of index i scores token i + 1. What a chunk holds beyond the end of a text is arbitrary.
     """
-    ids = np.asarray(token_ids, np.int32)
-    state = init_state(cfg, StateConfig(1, capacity_for(len(ids))))
-    step = _step(cfg)
-    for start in range(0, len(ids), CHUNK):
-        piece = ids[start : start + CHUNK]
-        tokens, valid = np.zeros((1, CHUNK), np.int32), np.zeros((1, CHUNK), bool)
-        tokens[0, : len(piece)], valid[0, : len(piece)] = piece, True
-        hidden, state = step(params, tokens, valid, state)
-        yield hidden
+    longest = max(map(len, texts))
+    state = init_state(cfg, StateConfig(len(texts), capacity_for(longest)))
+    step = _step(cfg, tap_layers)
+    for start in range(0, longest, CHUNK):
+        tokens, valid = np.zeros((len(texts), CHUNK), np.int32), np.zeros((len(texts), CHUNK), bool)
+        for row, text in enumerate(texts):
+            piece = text[start : start + CHUNK]
+            tokens[row, : len(piece)], valid[row, : len(piece)] = piece, True
+        rows, state = step(params, tokens, valid, state)
+        yield rows
+
+
+def hidden_chunks(params: Params, cfg: ModelConfig, token_ids: Sequence[int]) -> Iterator[Array]:
+    """The hidden rows of one text, `[CHUNK, H]` at a time; see `text_chunks`."""
+    for rows in text_chunks(params, cfg, [np.asarray(token_ids, np.int32)]):
+        yield rows.hidden[0]
 
 
 @functools.cache
-def _step(cfg: ModelConfig):
+def _step(cfg: ModelConfig, tap_layers: tuple[int, ...]):
     @functools.partial(jax.jit, donate_argnames="state")
-    def step(params: Params, tokens: Array, valid: Array, state: State) -> tuple[Array, State]:
-        hidden, _, state = forward(params, cfg, chain_block(tokens, state.lengths, valid), state, commit=True)
-        return hidden[0], state
+    def step(params: Params, tokens: Array, valid: Array, state: State) -> tuple[ChunkRows, State]:
+        block = chain_block(tokens, state.lengths, valid)
+        hidden, taps, state = forward(params, cfg, block, state, commit=True, tap_layers=tap_layers)
+        return ChunkRows(hidden, taps), state
 
     return step

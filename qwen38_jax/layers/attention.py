@@ -11,7 +11,7 @@ from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.verify_attention import MAX_ROWS, PagedCache, verify_attention
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.kernels import takes_kernels
-from qwen38_jax.layers.linear import PRECISION, linear
+from qwen38_jax.layers.linear import linear, precision_for
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import RopeTable, apply_rope
 from qwen38_jax.params import Attention
@@ -129,7 +129,7 @@ def _attend_by_kernel(rows: Rows, mask: Array, context: Context, interpret: bool
 
 def partial_attention(q: Array, k: Array, v: Array, mask: Array) -> Partial:
     """`q [B, kv_heads, r, L, D]` over `k, v [B, S, kv_heads, D]` where `mask` (broadcast to the scores) is true."""
-    scores = jnp.einsum("bgrld,bsgd->bgrls", q, k, precision=PRECISION, preferred_element_type=jnp.float32) * (
+    scores = jnp.einsum("bgrld,bsgd->bgrls", q, k, precision=precision_for(q), preferred_element_type=jnp.float32) * (
         q.shape[-1] ** -0.5
     )
     scores = jnp.where(mask, scores, -jnp.inf)
@@ -138,7 +138,9 @@ def partial_attention(q: Array, k: Array, v: Array, mask: Array) -> Partial:
     # A masked row of v may be memory that nothing has written; zero times NaN would be NaN.
     seen = jnp.any(mask, axis=(1, 2, 3))  # [B, S]
     v = jnp.where(seen[..., None, None], v, 0)
-    out = jnp.einsum("bgrls,bsgd->bgrld", p.astype(v.dtype), v, precision=PRECISION, preferred_element_type=jnp.float32)
+    out = jnp.einsum(
+        "bgrls,bsgd->bgrld", p.astype(v.dtype), v, precision=precision_for(v), preferred_element_type=jnp.float32
+    )
     return Partial(out, top, jnp.sum(p, axis=-1))
 
 

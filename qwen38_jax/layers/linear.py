@@ -28,9 +28,7 @@ def linear(x: Array, w: Weight, out_dtype: jnp.dtype | None = None) -> Array:
         if stack.layout == "mma" and takes_kernels("auto", x.dtype):
             return packed_linear(x, stack, layer, out_dtype)
         w = dequantize(w, x.dtype)
-    # Not asked of half precision: its gradient meets cotangents of fp32 and would leave the tensor cores.
-    precision = PRECISION if x.dtype == jnp.float32 else None
-    y = jnp.einsum("...k,nk->...n", x, w, precision=precision, preferred_element_type=jnp.float32)
+    y = jnp.einsum("...k,nk->...n", x, w, precision=precision_for(x), preferred_element_type=jnp.float32)
     return y.astype(out_dtype or x.dtype)
 
 
@@ -50,6 +48,14 @@ def packed_linear(
     rows = x.reshape(-1, x.shape[-1])
     y = multiply(rows, kernel_weight(w), layer, out_dtype=out_dtype, interpret=interpret)
     return y.reshape(*x.shape[:-1], -1)
+
+
+def precision_for(x: Array) -> lax.Precision | None:
+    """That of a product with `x`: `PRECISION` for fp32.
+
+    It is not asked of half precision, whose gradient meets cotangents of fp32 and would leave the tensor cores.
+    """
+    return PRECISION if x.dtype == jnp.float32 else None
 
 
 def embed(table: Weight, ids: Array) -> Array:

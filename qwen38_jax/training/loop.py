@@ -15,16 +15,20 @@ import optax
 import optax.contrib
 import orbax.checkpoint as ocp
 from flax import struct
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = jax.Array
 Batch = tuple[np.ndarray, ...]  # arrays with a leading batch axis
-LossFunction = Callable[..., tuple[Array, dict[str, Array]]]  # (params, *batch) -> loss, parts
+LossFunction = Callable[..., tuple[Array, dict[str, Array]]]  # (params, *frozen, *batch) -> loss, parts
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Optimiser settings. The learning rate warms up linearly and falls along a cosine to `final_rate`."""
+    """Optimiser settings. The learning rate warms up linearly and falls along a cosine to `final_rate`.
+
+    A batch is worked through in `accumulate` pieces of equal size, whose gradients (and losses) are averaged.
+    """
 
     steps: int
     peak_rate: float
@@ -34,12 +38,15 @@ class TrainConfig:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0
+    accumulate: int = 1
     log_every: int = 20
     save_every: int = 1000
 
     def __post_init__(self):
         if not 0 <= self.warmup_steps < self.steps:
             raise ValueError(f"warmup_steps must be in [0, steps), got {self.warmup_steps} of {self.steps} steps")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
 
 
 @struct.dataclass
@@ -82,6 +89,7 @@ def fit(
     config: TrainConfig,
     directory: Path,
     *,
+    frozen: tuple[Any, ...] = (),
     decays: Any = None,
     muon: Any = None,
     seconds: float = float("inf"),
@@ -89,9 +97,10 @@ def fit(
     """Trains until `config.steps` or until about `seconds` have passed, resuming from `directory` if it holds a run.
 
     Args:
-      loss: `(params, *batch) -> (scalar, named parts)`, differentiated in its first argument.
+      loss: `(params, *frozen, *batch) -> (scalar, named parts)`, differentiated in its first argument.
       init: makes the fp32 parameters of a new run.
       batch_at: the batch of a step, a function of the step alone: a resumed run sees what an unbroken one would.
+      frozen: arrays (or pytrees of them) that stay as they are; every device gets them whole.
       decays, muon: as in `make_optimizer`.
       directory: gets `state/` (orbax, the last two saves) and `log.jsonl`, one line every `log_every` steps. A run
         that dies goes on from its last save, at most `save_every` steps back.
@@ -102,25 +111,32 @@ def fit(
     """
     optimizer = make_optimizer(config, decays, muon)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    replicated, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    split = NamedSharding(mesh, PartitionSpec("data") if config.accumulate == 1 else PartitionSpec(None, "data"))
+    frozen = jax.device_put(frozen, replicated)
 
     def new_state() -> TrainState:
         params = init()
         return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    def fetch(step: int) -> Batch:
+        batch = batch_at(step)
+        if config.accumulate > 1:
+            batch = tuple(t.reshape(config.accumulate, -1, *t.shape[1:]) for t in batch)
+        return jax.device_put(batch, split)
 
     directory.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with ocp.CheckpointManager((directory / "state").resolve(), options=_KEEP_TWO) as saves:
         state = _restore(saves, new_state, replicated)
         log = Log(directory / "log.jsonl", int(state.step))
-        update = jax.jit(_make_update(loss, optimizer), donate_argnums=0)
+        update = jax.jit(_make_update(loss, optimizer, config.accumulate), donate_argnums=0)
         with ThreadPoolExecutor(1) as reader:  # the next batch is read while the device works
-            fetch = lambda step: jax.device_put(batch_at(step), split)  # noqa: E731
             upcoming = reader.submit(fetch, int(state.step))
             logged = int(state.step)
             for step in range(int(state.step), config.steps):
                 batch, upcoming = upcoming.result(), reader.submit(fetch, min(step + 1, config.steps - 1))
-                state, parts = update(state, *batch)
+                state, parts = update(state, frozen, batch)
                 if (step + 1) % config.log_every == 0 or step + 1 == config.steps:
                     log.write(step + 1, parts, batch[0].size * (step + 1 - logged))
                     logged = step + 1
@@ -141,9 +157,20 @@ def _save(saves: ocp.CheckpointManager, state: TrainState) -> None:
 _KEEP_TWO = ocp.CheckpointManagerOptions(max_to_keep=2)
 
 
-def _make_update(loss: LossFunction, optimizer: optax.GradientTransformation):
-    def update(state: TrainState, *batch: Array) -> tuple[TrainState, dict[str, Array]]:
-        grads, parts = jax.grad(loss, has_aux=True)(state.params, *batch)
+def _make_update(loss: LossFunction, optimizer: optax.GradientTransformation, accumulate: int):
+    def gradient(params, frozen, batch):
+        return jax.grad(loss, has_aux=True)(params, *frozen, *batch)
+
+    def mean_gradient(params, frozen, batch):  # the batch has a leading axis of pieces
+        def add(total, piece):
+            return jax.tree.map(jnp.add, total, gradient(params, frozen, piece)), None
+
+        shapes = jax.eval_shape(gradient, params, frozen, jax.tree.map(lambda t: t[0], batch))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.tree.map(lambda t: t / accumulate, lax.scan(add, zeros, batch)[0])
+
+    def update(state: TrainState, frozen: tuple[Any, ...], batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        grads, parts = (gradient if accumulate == 1 else mean_gradient)(state.params, frozen, batch)
         changes, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         parts = {**parts, "grad_norm": optax.tree.norm(grads)}
         return TrainState(optax.apply_updates(state.params, changes), optimizer_state, state.step + 1), parts

@@ -111,3 +111,22 @@ def test_muon_moves_a_matrix_in_all_directions_alike():
     rms = float(jnp.sqrt(jnp.mean(update["w"] ** 2)))
     assert rms == pytest.approx(0.2 * CONFIG.peak_rate / CONFIG.warmup_steps, rel=0.2)
     assert jnp.allclose(update["b"], -CONFIG.peak_rate / CONFIG.warmup_steps, rtol=0.2)
+
+
+def test_pieces_of_a_batch_give_the_gradient_of_the_whole(tmp_path):
+    whole = fit(loss, init, batch_at, CONFIG, tmp_path / "whole")
+    pieces = fit(loss, init, batch_at, dataclasses.replace(CONFIG, accumulate=4), tmp_path / "pieces")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), whole.params, pieces.params)
+
+
+def test_frozen_arrays_reach_the_loss_and_stay(tmp_path):
+    offset = jnp.full(16, 3.0)
+
+    def shifted(params, offset, x, y):
+        return loss({**params, "b": params["b"] + offset}, x, y)
+
+    decays = {"w": True, "b": False}
+    frozen = fit(shifted, init, batch_at, CONFIG, tmp_path / "frozen", frozen=(offset,), decays=decays)
+    plain = fit(loss, lambda: {**init(), "b": jnp.array(offset)}, batch_at, CONFIG, tmp_path / "plain", decays=decays)
+    np.testing.assert_allclose(frozen.params["b"] + offset, plain.params["b"], atol=1e-4)
+    np.testing.assert_array_equal(offset, jnp.full(16, 3.0))
