@@ -10,6 +10,7 @@ import jax
 from qwen38_jax.quantization import QuantTensor
 
 _COPY = re.compile(r"\s*(?:ROOT )?%?(\S+) = (.*?) (?:copy|copy-start)\(")
+_RESULT = re.compile(r"%?([\w.-]+) = (\w+\[[\d,]*\])")
 _SHAPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
@@ -50,11 +51,13 @@ def packed_leaves(tree: Any) -> dict[str, QuantTensor]:
 
 def without_kernel(text: str, weights: Iterable[QuantTensor]) -> list[str]:
     """Shapes of those matrices (or stacks) that no kernel of an optimised program for a GPU takes as a whole."""
-    calls = "\n".join(line for line in text.splitlines() if "custom-call(" in line and "triton" in line)
+    results = dict(_RESULT.findall(text))
+    calls = re.findall(r" custom-call\((.*?)\), custom_call_target=\S*triton", text)
+    operands = {results.get(name) for call in calls for name in re.findall(r"%?([\w.-]+)", call)}
     missing = []
     for weight in weights:
         *stack, _, _ = weight.shape
         layers = math.prod(stack)
-        if f"s32[{layers},{weight.codes.size // layers}]" not in calls:
+        if f"s32[{layers},{weight.codes.size // layers}]" not in operands:
             missing.append(str(list(weight.shape)))
     return missing

@@ -18,8 +18,9 @@ PROGRAM = """
   ROOT %copy.2 = bf16[48,1024,64]{2,1,0} copy(%b), metadata={op_name="x"}
   %copy-start.3 = (s8[4194304]{0}, s8[4194304]{0}, u32[]) copy-start(%c)
   %fusion.4 = f32[9999999]{0} fusion(%copy.2), calls=%copy_computation
-  %pallas_call.5 = f32[8] custom-call(%i, %x, %bitcast.7), custom_call_target="__gpu$xla.gpu.triton", \
-operand_layout_constraints={s32[1]{0}, s32[20480]{0}, s32[6,8192]{1,0}, s32[6,512]{1,0}}
+  %bitcast.7 = s32[6,8192]{1,0} bitcast(%w)
+  %bitcast.8 = s32[6,4096]{1,0} bitcast(%v)
+  %pallas_call.5 = f32[8] custom-call(%i, %x, %bitcast.7), custom_call_target="__gpu$xla.gpu.triton", metadata={}
 }
 """
 
