@@ -9,6 +9,7 @@ qwen38_jax/lab/README.md describes the directory.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import sys
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 from qwen38_jax.checkpoint import load_checkpoint
 from qwen38_jax.checkpoint.files import weights_hash
+from qwen38_jax.config import KERNELS
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.lab.capture import Layout, capture, default_taps, plan_capture
 from qwen38_jax.lab.outputs import read_header, read_outputs
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("directory", type=Path, metavar="STATES", help="a new directory")
     add("--checkpoint", type=Path, metavar="DIR", default=SHIPPED_CHECKPOINT, help="default: the one that ships")
     add("--dtype", choices=("float32", "bfloat16"), help="to run in and to keep (default: the checkpoint's own)")
+    add("--kernels", choices=KERNELS, default="auto", help="whether to use the kernels (%(default)s)")
     add("--taps", type=int, nargs="*", metavar="LAYER", help="layers, 0 for the first (default: five, spread evenly)")
     add("--top", type=int, default=8, metavar="N", help="highest logits to keep (%(default)s)")
     add("--max-tokens", type=int, default=4096, metavar="N", help="leave out longer texts (%(default)s)")
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.foreign:
             check_origin(args.outputs, identity)
         checkpoint = load_checkpoint(args.checkpoint, dtype=args.dtype)
-        cfg = checkpoint.cfg
+        cfg = dataclasses.replace(checkpoint.cfg, kernels=args.kernels)
         taps = default_taps(cfg.num_hidden_layers) if args.taps is None else tuple(args.taps)
         layout = Layout(taps, args.top, args.shard_rows, args.batch)
         offset = 0

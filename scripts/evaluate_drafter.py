@@ -12,6 +12,7 @@ experiments/results/drafters.jsonl.
 """
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from qwen38_jax.checkpoint import load_checkpoint, load_drafter
 from qwen38_jax.checkpoint.draft_ids import read_vocabulary
 from qwen38_jax.checkpoint.files import weights_hash
 from qwen38_jax.checkpoint.mtp_file import read_mtp
+from qwen38_jax.config import KERNELS
 from qwen38_jax.drafters.modes import cut_draft_head, make_drafter
 from qwen38_jax.engine import Engine, Request
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
@@ -56,7 +58,7 @@ class Subject:
         directory = args.checkpoint or SHIPPED_CHECKPOINT
         self.identity = weights_hash(directory)
         checkpoint = load_checkpoint(directory, dtype=args.dtype)
-        self.params, self.cfg = checkpoint.params, checkpoint.cfg
+        self.params, self.cfg = checkpoint.params, dataclasses.replace(checkpoint.cfg, kernels=args.kernels)
         self.tokenizer = Tokenizer.from_directory(directory)
         self.dflash2 = None if args.drafter is None else load_drafter(args.drafter, dtype=self.cfg.dtype)
         self.head = checkpoint.draft_head if args.draft_vocab is None else None
@@ -158,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--online", type=int, default=0, metavar="N", help="decode the first N prompts as well")
     add("--batch", type=int, default=4 if jax.default_backend() == "cpu" else 64, metavar="N", help="decoded at once")
     add("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's own")
+    add("--kernels", choices=KERNELS, default="auto", help="whether decoding uses the kernels (%(default)s)")
     add("--name", help="of the drafter, in the record")
     args = parser.parse_args(argv)
     try:

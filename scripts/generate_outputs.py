@@ -16,6 +16,7 @@ import jax
 from tqdm import tqdm
 
 from qwen38_jax.checkpoint.files import weights_hash
+from qwen38_jax.config import KERNELS
 from qwen38_jax.engine import Engine
 from qwen38_jax.engine.engine import SHIPPED_CHECKPOINT
 from qwen38_jax.lab.generation import generate_outputs, read_prompts
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("outputs", type=Path, metavar="OUTPUTS.jsonl", help="new, or begun by the same command")
     add("--checkpoint", type=Path, metavar="DIR", default=SHIPPED_CHECKPOINT, help="default: the one that ships")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else the checkpoint's own")
+    add("--kernels", choices=KERNELS, default="auto", help="whether to use the kernels (%(default)s)")
     add("--batch", type=int, default=8 if jax.default_backend() == "cpu" else 256, help="answers at once (%(default)s)")
     add("--temperature", type=float, help="sampling settings: default those of the checkpoint")
     add("--top-k", type=int)
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         prompts = read_prompts(args.prompts)
-        engine = Engine.from_checkpoint(args.checkpoint, dtype=args.dtype, max_batch=args.batch)
+        engine = Engine.from_checkpoint(args.checkpoint, dtype=args.dtype, kernels=args.kernels, max_batch=args.batch)
         given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
         with tqdm(total=len(prompts), unit="prompt") as progress:
             figures = generate_outputs(

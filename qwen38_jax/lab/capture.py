@@ -292,12 +292,13 @@ def open_captured(directory: Path) -> Captured:
 
 
 def _verify(params: Params, cfg: ModelConfig, layout: Layout, captured: Captured, count: int) -> dict[str, Any]:
-    """Computes a few texts again, each alone; CheckpointError where a row differs from what was captured."""
+    """Computes a few texts again, each by itself; CheckpointError where a row differs from what was captured."""
     rng = np.random.default_rng(0)
     worst, chosen = 0.0, rng.permutation(len(captured.texts))[:count]
     for text in (captured.texts[i] for i in chosen):
         ids = captured.rows(text, "tokens")
-        for number, rows in enumerate(text_chunks(params, cfg, [ids], layout.tap_layers)):
+        copies = [ids] * layout.batch  # the program that there is
+        for number, rows in enumerate(text_chunks(params, cfg, copies, layout.tap_layers)):
             begin = number * CHUNK
             n = min(CHUNK, text.rows - begin)
             pairs = {"hidden": rows.hidden[0, :n]}

@@ -116,19 +116,26 @@ def dflash2_drafts(
         tokens, taps = (_padded(captured.rows(text, name)) for name in ("tokens", "taps"))
         anchors = np.arange(text.prompt, text.rows - 1)
         padded = np.pad(anchors, (0, -len(anchors) % _BLOCKS), mode="edge").reshape(-1, _BLOCKS)
-        found = _block_candidates(drafter, params, tokens, taps, padded, drafter_cfg, real_vocab_size)
-        drafts, ids = (np.asarray(t).reshape(-1, *t.shape[2:])[: len(anchors)] for t in found)
+        context = _context(drafter, taps.astype(drafter_cfg.dtype), drafter_cfg)
+        found = [
+            _block_candidates(drafter, params, context, tokens, group, drafter_cfg, real_vocab_size) for group in padded
+        ]
+        drafts, ids = (np.concatenate(t)[: len(anchors)] for t in zip(*jax.device_get(found), strict=True))
         following = _following(captured, text, drafter_cfg.block_size - 1)
         return Drafts(drafts, ids[..., 0], (ids == following[..., None]).any(axis=-1), following)
 
     return of_text
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
+def _context(drafter, taps, cfg):
+    return context_of(drafter, cfg, taps[None])
+
+
 @functools.partial(jax.jit, static_argnames=("cfg", "real_vocab_size"))
-def _block_candidates(drafter, params, tokens, taps, anchors, cfg, real_vocab_size):
-    """Drafts `[groups, N, K]` and candidates `[groups, N, K, C]` at `anchors [groups, N]` of one text."""
-    context = context_of(drafter, cfg, taps[None].astype(cfg.dtype))
-    greedy = [SamplingParams(temperature=0.0, seed=0)] * anchors.shape[1]
+def _block_candidates(drafter, params, context, tokens, anchors, cfg, real_vocab_size):
+    """Drafts `[N, K]` and candidates `[N, K, C]` at `anchors [N]` of one text."""
+    greedy = [SamplingParams(temperature=0.0, seed=0)] * len(anchors)
     sampler = sampler_state(
         greedy,
         [()] * len(greedy),
@@ -136,15 +143,11 @@ def _block_candidates(drafter, params, tokens, taps, anchors, cfg, real_vocab_si
         real_vocab_size=real_vocab_size,
         eos_ids=(),
     )
-
-    def of_group(anchors):
-        z = blocks_at(drafter, cfg, params, context, tokens[None], anchors[None])[0]  # [N, K, H]
-        sizes = {"count": cfg.selector_top_k, "real_vocab_size": real_vocab_size}
-        lattice = make_lattice(drafter.selector, z, logits(params, z), tokens[anchors], **sizes)
-        chosen, _ = walk(lattice, sampler, anchors[:, None] + 1 + jnp.arange(z.shape[1]), False)
-        return jnp.take_along_axis(lattice.ids, chosen[..., None], axis=2)[..., 0], lattice.ids
-
-    return jax.lax.map(of_group, anchors)
+    z = blocks_at(drafter, cfg, params, context, tokens[None], anchors[None])[0]  # [N, K, H]
+    sizes = {"count": cfg.selector_top_k, "real_vocab_size": real_vocab_size}
+    lattice = make_lattice(drafter.selector, z, logits(params, z), tokens[anchors], **sizes)
+    chosen, _ = walk(lattice, sampler, anchors[:, None] + 1 + jnp.arange(z.shape[1]), False)
+    return jnp.take_along_axis(lattice.ids, chosen[..., None], axis=2)[..., 0], lattice.ids
 
 
 def _following(captured: Captured, text: Text, count: int) -> np.ndarray:

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, *, steps: int, rate: float) -> No
     add("--checkpoint", type=Path, metavar="DIR", help="the model that the states are of (default: the one that ships)")
     add("--steps", type=int, default=steps, metavar="N", help="%(default)s")
     add("--rate", type=float, default=rate, metavar="X", help="highest learning rate (%(default)s)")
-    add("--warmup", type=float, default=0.04, metavar="X", help="share of the steps (%(default)s)")
+    add("--warmup", type=int, metavar="N", help="steps of rising rate (default: 4 %% of the steps)")
     add("--optimizer", choices=("adamw", "muon"), default="muon", help="muon for matrices, or AdamW (%(default)s)")
     add("--weight-decay", type=float, default=0.01, metavar="X", help="%(default)s")
     add("--windows", type=int, default=8, metavar="N", help="pieces of texts in a batch (%(default)s)")
@@ -90,7 +90,7 @@ def train(
         steps=args.steps,
         peak_rate=args.rate,
         final_rate=args.rate / 50,
-        warmup_steps=min(round(args.warmup * args.steps), args.steps - 1),
+        warmup_steps=min(round(0.04 * args.steps) if args.warmup is None else args.warmup, args.steps - 1),
         weight_decay=args.weight_decay,
         save_every=args.save_every,
         accumulate=args.accumulate,
