@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gated_delta_net import takes_heads
+from pallas_kernels._delta_rule import takes_heads
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.kernels import takes_kernels
