@@ -9,7 +9,8 @@ two lengths are timed; the difference, over that of the lengths, is the time of 
 loop, but with the gaps between kernels and whatever else of a call is left to XLA, such as adding up partial sums. The
 floor is what takes longer: the bytes that have to be moved, at the rate at which this card, in this run, reads a large
 array, or the operations, at the rate of a large product of bf16 matrices. The column "read" is what adding up as many
-bytes takes, from the same kind of stack; "plain" is the same attention in plain JAX, with its pages gathered first.
+bytes takes, from the same kind of stack; "plain" is the same in plain JAX: attention with its pages gathered first, the
+recurrence as the model has it.
 """
 
 import argparse
@@ -26,6 +27,11 @@ from jax import lax
 from experiments.harness import Timing, append, measure, new_record, table
 from pallas_kernels.cases import Case, all_cases
 from pallas_kernels.device import current_device
+from pallas_kernels.gated_delta_net_prefill import Prefilled
+from qwen38_jax.block import chain_block
+from qwen38_jax.layers.gated_delta_net import Inputs, whole_rule
+
+Array = jax.Array
 
 QUESTION = "kernel_speed"
 STACK_BYTES = 600_000_000  # several times the cache of any GPU
@@ -42,6 +48,16 @@ COLUMNS = (
     "plain_microseconds=plain, us",
     "relative_rms=error",
 )
+
+
+def plain_prefill(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, layer: Array) -> Prefilled:
+    """Gated DeltaNet as the model computes it without kernels."""
+    block = chain_block(jnp.zeros(g.shape[:2], jnp.int32), jnp.zeros(g.shape[0], jnp.int32))
+    out, *_, state = whole_rule(Inputs(q, k, v, g, beta), state, block)
+    return Prefilled(out.astype(q.dtype), state)
+
+
+PLAIN = {"prefill_gdn": plain_prefill}  # where `Case.plain` would need the model
 
 
 class WrongResult(Exception):
@@ -122,9 +138,9 @@ def case_record(case: Case, read: float, dense: float, repeats: int) -> dict[str
         raise WrongResult(f"relative rms {error:.2e}, allowed {case.tolerance:.0e}")
     floor = max(case.nbytes / read, case.operations / dense)
     timing = time_call(case.function, arguments, case.layers, floor, repeats, case.advance)
-    plain = None
-    if case.plain is not None:
-        plain = 1e6 * time_call(case.plain, arguments, case.layers, 5 * floor, repeats).median
+    plain, function = None, PLAIN.get(case.kernel, case.plain)
+    if function is not None:
+        plain = 1e6 * time_call(function, arguments, case.layers, 5 * floor, repeats, case.advance).median
     del arguments
     return new_record(
         QUESTION,

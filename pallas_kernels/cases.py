@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gated_delta_net as gdn
+from pallas_kernels import gated_delta_net_prefill as gdn_prefill
 from pallas_kernels import int4_matmul as int4
 from pallas_kernels import int8_matmul as int8
 from pallas_kernels import norm_rope
@@ -25,6 +26,7 @@ from pallas_kernels.shapes import (
     GATED_DELTA_NET,
     INT8_MATMULS,
     MATMULS,
+    PREFILL_ROWS,
     PREFILLS,
     VERIFY_ROWS,
     Attention,
@@ -99,6 +101,8 @@ def all_cases(device: Device, layers: Layers = lambda layers, nbytes: layers) ->
     for dtype in ("float32", "float16"):
         for slots, rows in ((1, 1), (1, 8), (1, 16), (1, 32), (64, 8)):
             yield _gated_delta_net(GATED_DELTA_NET, slots, rows, dtype, device, layers)
+    for sequences in (1, 4):
+        yield _prefill_gated_delta_net(GATED_DELTA_NET, sequences, PREFILL_ROWS, device)
     yield _verify_attention(DRAFTER_ATTENTION, DRAFTER_WINDOW, DRAFTER_WINDOW, 8, "bfloat16", device, layers)
 
 
@@ -328,4 +332,40 @@ def _gated_delta_net(shape: GatedDeltaNet, slots: int, rows: int, dtype: str, de
         tolerance=1e-4 if dtype == "float32" else 1e-3,
         together=False,
         advance=lambda arguments, result: (arguments[0], result.state, arguments[2]),
+    )
+
+
+def _prefill_gated_delta_net(shape: GatedDeltaNet, sequences: int, rows: int, device: Device) -> Case:
+    """As many rows of each of several sequences."""
+    heads, key_heads, keys, values = shape.value_heads, shape.key_heads, shape.key_dim, shape.value_dim
+
+    def make(key):
+        keys_of = jax.random.split(key, 6)
+
+        def normal(i, *shape, dtype="bfloat16"):
+            return jax.random.normal(keys_of[i], (sequences, *shape), dtype)
+
+        q, k = (normal(i, rows, key_heads, keys) for i in range(2))
+        g, beta = (normal(i, rows, heads, dtype="float32") for i in (3, 4))
+        state = normal(5, heads, keys, values, dtype="float32")
+        return q, k, normal(2, rows, heads, values), -jnp.exp(g), jax.nn.sigmoid(beta), state
+
+    def run(function, q, k, v, g, beta, state, layer):
+        return function(q, k, v, g, beta, jnp.ones(g.shape[:2], bool), state)
+
+    config = gdn_prefill.heuristics(values, device)
+    return Case(
+        "prefill_gdn",
+        f"{sequences}_sequences",
+        rows,
+        1,
+        make,
+        functools.partial(run, functools.partial(gdn_prefill.prefill_gated_delta_net, config=config)),
+        functools.partial(run, gdn_prefill.prefill_gated_delta_net_reference),
+        nbytes=sequences * (2 * rows * 2 * (key_heads * keys + heads * values) + 2 * 4 * heads * keys * values),
+        # The recurrence in chunks of C rows: three products with the state, and four of a chunk's rows with each other.
+        operations=2 * sequences * rows * heads * (3 * keys * values + gdn_prefill.CHUNK * (keys + values)),
+        tolerance=5e-3,
+        together=False,
+        advance=lambda arguments, result: (*arguments[:-1], result.state),
     )

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels._call import kernel_call
+from pallas_kernels._delta_rule import load_rows, product, takes_heads, unit_lower_inverse
 from pallas_kernels._instructions import HIGHEST
 
 Array = jax.Array
@@ -97,11 +98,6 @@ def heuristics(shape: tuple[int, int, int, int]) -> Config:
     return Config(values=min(dim, 32 if few else 64), ahead=few)
 
 
-def takes_heads(keys: int, values: int) -> bool:
-    """Whether the kernels here take heads of Dk and Dv: powers of two from 16 on."""
-    return all(d >= 16 and d & (d - 1) == 0 for d in (keys, values))
-
-
 def verify_gated_delta_net(
     rows: Rows,
     mask: Array,
@@ -166,7 +162,7 @@ def _kernel(
 ):
     """The accepted rows of the last block, and the rows of this one, on some columns of one head's state."""
     *pending_refs, state_ref, out_ref, delta_ref, log_decay_ref, new_state_ref = refs
-    dot = _product(interpret)
+    dot = product(interpret)
     layer, head, sequence = layer_ref[0], pl.program_id(1), pl.program_id(2)
     n, key_head = v_ref.shape[1], lax.div(head, v_ref.shape[2] // k_ref.shape[2])
     values = pl.program_id(0) * config.values + lax.iota(jnp.int32, config.values)
@@ -187,7 +183,7 @@ def _kernel(
     valid = triton.load(mask_ref.at[sequence, row, row], mask=inside, other=0) != 0
 
     def of_block(ref, i):
-        return _load_rows(ref.at[sequence, row[:, None], key_head, keys_of(i)[None, :]], valid)
+        return load_rows(ref.at[sequence, row[:, None], key_head, keys_of(i)[None, :]], valid)
 
     def multiply(i, products):
         k, q = of_block(k_ref, i), of_block(q_ref, i)
@@ -196,7 +192,7 @@ def _kernel(
     kk, qk = lax.fori_loop(0, parts, multiply, (jnp.zeros((row.size, row.size), jnp.float32),) * 2)
     g, beta = (triton.load(ref.at[sequence, row, head], mask=valid, other=0.0) for ref in (g_ref, beta_ref))
     total, decay = _path_decay(mask_ref, sequence, row, inside, g)
-    solve = _unit_lower_inverse(beta[:, None] * decay * kk, row, dot) * beta[None, :]
+    solve = unit_lower_inverse(beta[:, None] * decay * kk, row, dot) * beta[None, :]
 
     settle = _settle(pending_refs, (layer, sequence, head, key_head), values, dot) if pending_refs else None
 
@@ -211,7 +207,7 @@ def _kernel(
         part = part.astype(jnp.float32)
         return sums[0] + dot(of_block(k_ref, i), part), sums[1] + dot(of_block(q_ref, i), part)
 
-    v = _load_rows(v_ref.at[sequence, row[:, None], head, values[None, :]], valid)
+    v = load_rows(v_ref.at[sequence, row[:, None], head, values[None, :]], valid)
     read_k, read_q = loop(0, parts, read, (jnp.zeros_like(v),) * 2)
     from_state = jnp.exp(total)[:, None]
     delta = dot(solve, v - from_state * read_k)
@@ -260,10 +256,10 @@ def _settle(refs, place, values: Array, dot):
     kept = triton.load(path_ref.at[sequence, row], mask=row < rows, other=0) != 0
     log_decay = triton.load(log_decay_ref.at[layer, sequence, row, head], mask=kept, other=0.0)
     last, weight = _weights(log_decay, kept, row)
-    delta = _load_rows(delta_ref.at[layer, sequence, row[:, None], head, values[None, :]], kept) * weight[:, None]
+    delta = load_rows(delta_ref.at[layer, sequence, row[:, None], head, values[None, :]], kept) * weight[:, None]
 
     def settle(part, keys):
-        key = _load_rows(key_ref.at[layer, sequence, row[:, None], key_head, keys[None, :]], kept)
+        key = load_rows(key_ref.at[layer, sequence, row[:, None], key_head, keys[None, :]], kept)
         return _add(part, last, key, delta, dot)
 
     return settle
@@ -280,36 +276,9 @@ def _add(state: Array, last: Array, key: Array, delta: Array, dot) -> Array:
     return (jnp.exp(last) * state.astype(jnp.float32) + dot(key, delta, trans_a=True)).astype(state.dtype)
 
 
-def _product(interpret: bool):
-    """fp32 in all but a few of its bits."""
-    return functools.partial(triton.dot, precision=HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
-
-
-def _load_rows(place, kept: Array) -> Array:
-    """`[rows, columns]`, zero where not kept."""
-    return triton.load(place, mask=jnp.broadcast_to(kept[:, None], place.shape), other=0.0)
-
-
 def _matrix_size(rows: int) -> int:
     """Rows of a matrix that a tensor core takes, at least `rows`."""
     return max(16, 1 << (rows - 1).bit_length())
-
-
-def _unit_lower_inverse(a: Array, row: Array, dot) -> Array:
-    """`(I + A)^-1` for the part A of `a [n, n]` below the diagonal; `row` counts to n, a power of two.
-
-    Block forward substitution: inverses of diagonal blocks of one size give those of twice the size, whose corner is
-    -X22 A21 X11. It stays as accurate as solving row by row, and takes as many steps as n has binary digits.
-    """
-    inverse = jnp.where(row[:, None] == row[None, :], 1.0, 0.0)
-    size = 1
-    while size < row.size:
-        block, half = lax.div(row, jnp.full_like(row, 2 * size)), lax.div(row, jnp.full_like(row, size))
-        corner = (block[:, None] == block[None, :]) & (half[:, None] > half[None, :])
-        step = jnp.where(corner, a, 0.0)
-        inverse = inverse - (step if size == 1 else dot(dot(inverse, step), inverse))
-        size *= 2
-    return inverse
 
 
 def verify_gated_delta_net_reference(

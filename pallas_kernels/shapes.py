@@ -67,6 +67,7 @@ class GatedDeltaNet(NamedTuple):
     layers: int
 
 
+PREFILL_ROWS = 8192
 GATED_DELTA_NET = GatedDeltaNet("gated_delta_net", 16, 48, 128, 128, 4, 48)
 
 VERIFY_ROWS = (1, 8, 16, 32)

@@ -8,10 +8,11 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.gated_delta_net import MAX_ROWS, Pending, Rows, verify_gated_delta_net
+from pallas_kernels.gated_delta_net_prefill import prefill_gated_delta_net
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.attention import Context, attend, output, project
-from qwen38_jax.layers.gated_delta_net import CHUNK, delta_rule, gated_delta_net, uses_kernels
+from qwen38_jax.layers.gated_delta_net import CHUNK, gated_delta_net, normalise, uses_kernels, whole_rule
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.mlp import mlp
 from qwen38_jax.layers.norm import rms_norm
@@ -28,6 +29,8 @@ from qwen38_jax.state import (
 )
 
 Array = jax.Array
+
+SHORT_ROWS = 32  # that are committed through the kernel of verify blocks; more are a prompt
 
 
 def forward(
@@ -107,9 +110,7 @@ def _linear_layer(params, cfg, i, x, block, mask, state, commit):
     window = settled_window(state, i)
     with jax.named_scope("gated_delta_net"):
         h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
-        waiting = 0 if state.pending is None else state.pending.path.shape[1]
-        by_kernel = uses_kernels(cfg) and max(block.tokens.shape[1], waiting) <= MAX_ROWS
-        rule = functools.partial(_kernel_rule if by_kernel else _jnp_rule, cfg, i, block, mask, state, commit)
+        rule = functools.partial(_rule(cfg, block, state, commit), cfg, i, block, mask, state, commit)
         y, writes, recurrent, next_window = gated_delta_net(layer.mixer, cfg, h, block, rule, window)
     if commit:
         window = next_window
@@ -119,22 +120,46 @@ def _linear_layer(params, cfg, i, x, block, mask, state, commit):
     return add_mlp(layer, cfg, x + y), state
 
 
+def _rule(cfg, block, state, commit):
+    """How the recurrence over a block is computed."""
+    if not uses_kernels(cfg):
+        return _jnp_rule
+    rows = block.tokens.shape[1]
+    if commit and rows > SHORT_ROWS:
+        return _prefill_rule
+    waiting = 0 if state.pending is None else state.pending.path.shape[1]
+    return _short_rule if max(rows, waiting) <= MAX_ROWS else _jnp_rule
+
+
 def _jnp_rule(cfg, i, block, mask, state, commit, inputs):
-    """The recurrence of layer `i` over a block, and the states of all layers after it."""
+    """The recurrence of layer `i`, and the states of all layers after it."""
     before = settled_recurrent(state, i)
-    *results, after = delta_rule(inputs, before, block)
-    kept = (after if commit else before).astype(state.recurrent.dtype)
-    return *results, state.recurrent.at[i].set(kept)
+    *results, after = whole_rule(inputs, before, block)
+    return *results, _put_recurrent(state, i, after if commit else before)
 
 
-def _kernel_rule(cfg, i, block, mask, state, commit, inputs):
+def _short_rule(cfg, i, block, mask, state, commit, inputs):
     """The same through a kernel, which changes the states where they are."""
-    rows, pending, path = Rows(*inputs), None, None
+    inputs, pending, path = normalise(inputs, block.valid), None, None
     if state.pending is not None:
         writes, path = state.pending.writes, state.pending.path
         pending = Pending(writes.key, writes.delta, writes.log_decay)
     interpret = cfg.kernels == "interpret"
-    return verify_gated_delta_net(rows, mask, state.recurrent, i, pending, path, commit=commit, interpret=interpret)
+    out, *writes, states = verify_gated_delta_net(
+        Rows(*inputs), mask, state.recurrent, i, pending, path, commit=commit, interpret=interpret
+    )
+    return out, inputs.k, *writes, states
+
+
+def _prefill_rule(cfg, i, block, mask, state, commit, inputs):
+    """The same for many rows that are committed."""
+    before, interpret = settled_recurrent(state, i), cfg.kernels == "interpret"
+    out, after = prefill_gated_delta_net(*inputs, block.valid, before, interpret=interpret)
+    return out, None, None, None, _put_recurrent(state, i, after)
+
+
+def _put_recurrent(state, i, recurrent):
+    return state.recurrent.at[i].set(recurrent.astype(state.recurrent.dtype))
 
 
 def _full_layer(params, cfg, g, x, block, rope, mask, state, commit):

@@ -159,7 +159,7 @@ def test_parts_of_the_first_linear_layer(model):
     b, a = jnp.split(h @ layer.mixer.ba.T, 2, axis=-1)
     window = jnp.zeros((1, 3, cfg.conv_channels))
     mixed, _ = gdn.short_conv(layer.mixer.conv, columns, window, block)
-    inputs = gdn.make_inputs(layer.mixer, cfg, h, mixed, block.valid)
+    inputs = gdn.normalise(gdn.make_inputs(layer.mixer, cfg, h, mixed), block.valid)
     shape = (cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim)
     core, *_ = gdn.delta_rule(inputs, jnp.zeros((1, *shape)), block)
     z = z.reshape(1, n, shape[0], shape[2])

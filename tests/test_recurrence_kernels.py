@@ -30,8 +30,8 @@ TREE = jnp.array([[-1, 0, 1, 0, 1, 2]] * 2)
 DEPTHS = jnp.array([0, 1, 2, 1, 2, 3])
 
 
-def commit(cfg, state, seed, lengths):
-    tokens, valid = prompt(ROWS, batch=2, seed=seed), jnp.arange(ROWS) < jnp.array(lengths)[:, None]
+def commit(cfg, state, seed, lengths, rows=ROWS):
+    tokens, valid = prompt(rows, batch=2, seed=seed), jnp.arange(rows) < jnp.array(lengths)[:, None]
     return run(PARAMS, cfg, chain_block(tokens, state.lengths, valid), state, commit=True)
 
 
@@ -49,7 +49,7 @@ def assert_same(ours, theirs, rows=slice(None)):
 @pytest.fixture(scope="module")
 def base():
     """Two sequences, of 6 and of 2 tokens."""
-    return commit(PLAIN, poisoned_state(PLAIN, StateConfig(batch=2, capacity=64, rows=8, page=8)), 0, [6, 2])[2]
+    return commit(PLAIN, poisoned_state(PLAIN, StateConfig(batch=2, capacity=128, rows=8, page=8)), 0, [6, 2])[2]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,15 @@ def test_any_path_of_a_tree(base, path):
     states = [ACCEPT_PATH(verify(cfg, base, 4, TREE, DEPTHS)[2], keep) for cfg in (KERNELS, PLAIN)]
     assert_same_state(*map(FLUSH, states), atol=ATOL)
     assert_same(*(commit(cfg, state, 5, [2, 2]) for cfg, state in zip((KERNELS, PLAIN), states, strict=True)), slice(2))
+
+
+def test_a_prompt_after_accepted_rows(pending):
+    """More rows than a verify block has, in two chunks, of two lengths."""
+    states = [ACCEPT(state, jnp.array([3, 1])) for state in pending]
+    ours, theirs = (commit(cfg, s, 6, [70, 9], 70) for cfg, s in zip((KERNELS, PLAIN), states, strict=True))
+    valid = jnp.arange(70) < jnp.array([[70], [9]])
+    np.testing.assert_allclose(ours[0][valid], theirs[0][valid], atol=ATOL, rtol=ATOL)
+    assert_same_state(ours[2], theirs[2], atol=ATOL)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gated_delta_net import takes_heads
+from pallas_kernels._delta_rule import takes_heads
 from qwen38_jax.block import Block, visible
 from qwen38_jax.config import ModelConfig
 from qwen38_jax.layers.kernels import takes_kernels
@@ -49,8 +49,9 @@ class Writes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs of the recurrence, fp32. q, k `[B, L, key_heads, Dk]`, v `[B, L, value_heads, Dv]`, g, beta `[B, L,
-    value_heads]`. A row that is not valid is all zero, which changes neither the state nor any other row."""
+    """Inputs of the recurrence. q, k `[B, L, key_heads, Dk]`, v `[B, L, value_heads, Dv]`, g, beta fp32 `[B, L,
+    value_heads]`. q, k and v are as the convolution leaves them; or, after `normalise`, fp32, and of a row that is not
+    valid all is zero, which changes neither the state nor any other row."""
 
     q: Array
     k: Array
@@ -59,8 +60,9 @@ class Inputs(NamedTuple):
     beta: Array
 
 
-# Outputs, deltas and G of a block, as `delta_rule` returns them, and what becomes of the state.
-Rule = Callable[[Inputs], tuple[Array, Array, Array, Any]]
+# The recurrence over rows that are not normalised: outputs; keys, deltas and G as in `Writes`, or None each where the
+# rows are written already; and what becomes of the state.
+Rule = Callable[[Inputs], tuple[Array, Array | None, Array | None, Array | None, Any]]
 
 
 def uses_kernels(cfg: ModelConfig) -> bool:
@@ -86,28 +88,39 @@ def gated_delta_net(
     columns, z = jnp.split(linear(x, layer.qkvz), [cfg.conv_channels], axis=-1)
     with jax.named_scope("short_conv"):
         mixed, next_window = short_conv(layer.conv, columns, window, block)
-    inputs = make_inputs(layer, cfg, x, mixed, block.valid)
     with jax.named_scope("delta_rule"):
-        out, delta, log_decay, state = rule(inputs)
+        out, key, delta, log_decay, state = rule(make_inputs(layer, cfg, x, mixed))
     z = z.reshape(batch, n, cfg.linear_num_value_heads, cfg.linear_value_head_dim)
     y = gated_rms_norm(out.astype(x.dtype), z, layer.norm, cfg.rms_norm_eps)
     y = linear(y.reshape(batch, n, -1), layer.out)
-    return y, Writes(inputs.k, delta, log_decay, columns), state, next_window
+    return y, Writes(key, delta, log_decay, columns), state, next_window
 
 
-def make_inputs(layer: GatedDeltaNet, cfg: ModelConfig, x: Array, mixed: Array, valid: Array) -> Inputs:
-    """The recurrence's inputs from `x [B, L, hidden]` and the convolved `mixed [B, L, channels]`."""
+def make_inputs(layer: GatedDeltaNet, cfg: ModelConfig, x: Array, mixed: Array) -> Inputs:
+    """The recurrence's inputs, not normalised, from `x [B, L, hidden]` and the convolved `mixed [B, L, channels]`."""
     batch, n, _ = x.shape
     keys = cfg.linear_num_key_heads * cfg.linear_key_head_dim
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
-    q, k = (l2_norm(t.reshape(batch, n, -1, cfg.linear_key_head_dim)) for t in (q, k))
-    v = v.reshape(batch, n, -1, cfg.linear_value_head_dim).astype(jnp.float32)
+    q, k = (t.reshape(batch, n, -1, cfg.linear_key_head_dim) for t in (q, k))
+    v = v.reshape(batch, n, -1, cfg.linear_value_head_dim)
     b, a = jnp.split(linear(x, layer.ba, jnp.float32), 2, axis=-1)
-    beta = jax.nn.sigmoid(b)
     g = -jnp.exp(layer.A_log.astype(jnp.float32)) * jax.nn.softplus(a + layer.dt_bias.astype(jnp.float32))
+    return Inputs(q, k, v, g, jax.nn.sigmoid(b))
+
+
+def normalise(inputs: Inputs, valid: Array) -> Inputs:
+    """In fp32, with keys and queries of length 1 and 1 / sqrt(Dk), and zero where not `valid [B, L]`."""
+    q, k, v, g, beta = inputs
+    inputs = Inputs(l2_norm(q) * q.shape[-1] ** -0.5, l2_norm(k), v.astype(jnp.float32), g, beta)
     # Masked after the activations: a padded row still has g < 0 for a = 0.
-    inputs = Inputs(q * cfg.linear_key_head_dim**-0.5, k, v, g, beta)
-    return Inputs(*(jnp.where(valid.reshape(batch, n, *[1] * (t.ndim - 2)), t, 0.0) for t in inputs))
+    return Inputs(*(jnp.where(valid.reshape(*valid.shape, *[1] * (t.ndim - 2)), t, 0.0) for t in inputs))
+
+
+def whole_rule(inputs: Inputs, state: Array, block: Block) -> tuple[Array, Array, Array, Array, Array]:
+    """A `Rule` in plain jnp, from `state [B, value_heads, Dk, Dv]` to the state after all rows of a chain."""
+    inputs = normalise(inputs, block.valid)
+    out, delta, log_decay, state = delta_rule(inputs, state, block)
+    return out, inputs.k, delta, log_decay, state
 
 
 def short_conv(weight: Array, columns: Array, window: Array, block: Block) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ from qwen38_jax.layers.attention import (
     partial_attention,
     project,
 )
-from qwen38_jax.layers.gated_delta_net import delta_rule, gated_delta_net
+from qwen38_jax.layers.gated_delta_net import gated_delta_net, whole_rule
 from qwen38_jax.layers.linear import embed, linear
 from qwen38_jax.layers.norm import rms_norm
 from qwen38_jax.layers.rope import RopeTable, rope_table
@@ -155,7 +155,7 @@ def _linear_layer(layer: DecoderLayer, cfg: ModelConfig, x: Array, block: Block)
     state = jnp.zeros((batch, *heads), jnp.float32)
     window = jnp.zeros((batch, cfg.linear_conv_kernel_dim - 1, cfg.conv_channels), x.dtype)
     h = rms_norm(x, layer.input_norm, cfg.rms_norm_eps)
-    y, *_ = gated_delta_net(layer.mixer, cfg, h, block, lambda inputs: delta_rule(inputs, state, block), window)
+    y, *_ = gated_delta_net(layer.mixer, cfg, h, block, lambda inputs: whole_rule(inputs, state, block), window)
     return add_mlp(layer, cfg, x + y)
 
 
