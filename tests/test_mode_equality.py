@@ -70,7 +70,7 @@ def test_the_golden_checkpoint(mode):
     assert (bool(own), bool(found)) == (mode != "lookup", "lookup" in mode)
 
 
-SPEC = SpecConfig(verify_tokens=15, lookup=True, nmin=1, nstrong=2)
+SPEC = SpecConfig(verify_tokens=15, lookup=True, nmin=1, nstrong=2, nmin_tail=1)
 _plain_step = jax.jit(decode.decode_step, static_argnames=("cfg", "top"))
 
 
@@ -78,9 +78,9 @@ def test_modes_follow_each_other():
     """A drafter that was not there for part of the text, whose caches are then unwritten or stale, changes nothing."""
     params = small_params()
     prompts = [np.asarray(prompt(n, seed=n))[0].tolist() for n in (5, 21)]
-    texts, _ = plain(params, SMALL, prompts, 120)
+    texts, _ = plain(params, SMALL, prompts, 200)
     prompts[0] = prompts[0] + texts[0][:30] + prompts[0]  # so that the lookup finds something
-    texts, _ = plain(params, SMALL, prompts, 120)
+    texts, _ = plain(params, SMALL, prompts, 200)
     drafters = {"lookup": NoDrafter(), "mtp": Mtp(None, 3), "dflash2": drafter_of(SMALL)}
     sizes = StateConfig(2, CAPACITY, rows=DRAFTS + 1, page=16)
     caches = {name: drafter.init(SMALL, sizes) for name, drafter in drafters.items()}
