@@ -103,9 +103,7 @@ class Subject:
             for text in captured.texts[:count]
         ]
         done = [c.speculation for c in engine.generate(requests)]
-        drafted, accepted = (
-            np.sum([getattr(s.by_position, name) for s in done], axis=0) for name in ("drafted", "accepted")
-        )
+        accepted = np.sum([s.by_position.accepted for s in done], axis=0)
         steps = sum(s.steps for s in done)
         return {
             "tokens_per_step": sum(s.emitted for s in done) / max(steps, 1),
