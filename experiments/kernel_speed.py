@@ -102,23 +102,31 @@ def time_call(
       estimate: roughly the same, to choose the length of a loop.
       advance: see `Case`.
     """
-    count = max(2 * layers, int(LOOP_SECONDS / estimate))
+    count, loop = max(2 * layers, int(LOOP_SECONDS / estimate)), repeated(function, layers, advance)
+    short, long = (measure(loop, arguments, n, repeats=repeats) for n in (count, 3 * count))
+    seconds = (np.array(long.seconds) - short.median) / (2 * count)
+    return Timing(tuple(seconds.tolist()))
+
+
+def repeated(function: Callable[..., Any], layers: int, advance: Callable[[tuple, Any], tuple]) -> Callable[..., Any]:
+    """The jitted function of `(arguments, count)` that calls `function` so many times, on one layer after another."""
+
+    def turn(i, arguments):
+        result = function(*arguments, lax.rem(i, layers))
+        following = advance(arguments, result)
+        # Carried once, or a kernel could not overwrite its argument: it would have to be copied at every turn.
+        carried = {id(leaf) for leaf in jax.tree.leaves(following)}
+        return following, [leaf for leaf in jax.tree.leaves(result) if id(leaf) not in carried]
 
     @functools.partial(jax.jit, static_argnums=1)
     def loop(arguments, count):
         # A result depends on the turn, so none can be left out; and its length is known, which a loop that asks the
         # host at every turn would take 30 us to find out.
-        def turn(i, carry):
-            result = function(*carry[0], lax.rem(i, layers))
-            return advance(carry[0], result), result
+        rest = jax.eval_shape(turn, 0, arguments)[1]
+        nothing = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in rest]
+        return lax.fori_loop(0, count, lambda i, carry: turn(i, carry[0]), (arguments, nothing))
 
-        result = jax.eval_shape(lambda *a: function(*a, 0), *arguments)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result)
-        return lax.fori_loop(0, count, turn, (arguments, nothing))
-
-    short, long = (measure(loop, arguments, n, repeats=repeats) for n in (count, 3 * count))
-    seconds = (np.array(long.seconds) - short.median) / (2 * count)
-    return Timing(tuple(seconds.tolist()))
+    return loop
 
 
 def relative_rms(case: Case, arguments: tuple) -> float:
