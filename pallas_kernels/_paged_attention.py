@@ -38,13 +38,24 @@ class PagedCache:
         return [] if self.k_scale is None else [self.k_scale, self.v_scale]
 
 
-def tile_place(layer, table_ref, pool_ref, sequence, head, tile, keys: int) -> tuple:
-    """Where in a pool tile number `tile`, of `keys` tokens, of a sequence lies, but for the last axis."""
+def for_each_tile(begin, end, body, carry, *, table_ref, pool_ref, sequence, keys: int):
+    """`carry = body(tile, (page, slice of it), carry)` for each tile, of `keys` tokens, of a sequence from `begin` on.
+
+    The page of a tile is looked up a turn ahead, so that no turn waits for it before it can ask for what it holds.
+    """
     pages, page = pool_ref.shape[1:3]
-    token = tile * keys
-    # A sequence that is no longer decoded may have a length, but no pages.
-    entry = jnp.minimum(table_ref[sequence, lax.div(token, page)], pages - 1)
-    return layer, entry, pl.ds(lax.rem(token, page), keys), head
+
+    def look_up(tile):
+        slot = jnp.minimum(lax.div(tile * keys, page), table_ref.shape[1] - 1)
+        # A sequence that is no longer decoded may have a length, but no pages.
+        return jnp.minimum(table_ref[sequence, slot], pages - 1)
+
+    def turn(tile, entry_carry):
+        entry, carry = entry_carry
+        following = look_up(tile + 1)
+        return following, body(tile, (entry, pl.ds(lax.rem(tile * keys, page), keys)), carry)
+
+    return lax.fori_loop(begin, end, turn, (look_up(begin), carry))[1]
 
 
 def nothing_read(rows: int, dim: int) -> tuple[Array, Array, Array]:

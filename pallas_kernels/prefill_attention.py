@@ -25,9 +25,9 @@ from pallas_kernels._paged_attention import (
     add_keys,
     check_cache,
     check_keys,
+    for_each_tile,
     nothing_read,
     read_pages,
-    tile_place,
 )
 from pallas_kernels.device import Device, current_device
 
@@ -125,8 +125,8 @@ def _kernel(
     last = jnp.max(position)
     first = jnp.min(jnp.where(position < 0, last, position))
 
-    def read(tile, carry, diagonal):
-        place = tile_place(layer, table_ref, k_ref, sequence, lax.div(head, heads // k_ref.shape[3]), tile, keys)
+    def read(tile, tokens_of_page, carry, diagonal):
+        place = (layer, *tokens_of_page, lax.div(head, heads // k_ref.shape[3]))
         tokens = tile * keys + lax.iota(jnp.int32, keys)
         written = tokens <= last
         k = triton.load(k_ref.at[(*place, slice(None))])
@@ -141,8 +141,9 @@ def _kernel(
 
     whole = lax.div(first + 1, keys)  # tiles that all rows read all of
     end = lax.div(last + keys, keys)
-    carry = lax.fori_loop(0, whole, functools.partial(read, diagonal=False), nothing_read(rows, dim))
-    out, _, total = lax.fori_loop(whole, end, functools.partial(read, diagonal=True), carry)
+    loop = functools.partial(for_each_tile, table_ref=table_ref, pool_ref=k_ref, sequence=sequence, keys=keys)
+    carry = loop(0, whole, functools.partial(read, diagonal=False), nothing_read(rows, dim))
+    out, _, total = loop(whole, end, functools.partial(read, diagonal=True), carry)
     real = position >= 0
     out = jnp.where(real[:, None], out / jnp.where(real, total, 1.0)[:, None], 0.0)
     triton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=exists)

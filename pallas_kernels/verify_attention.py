@@ -27,9 +27,9 @@ from pallas_kernels._paged_attention import (
     add_keys,
     check_cache,
     check_keys,
+    for_each_tile,
     nothing_read,
     read_pages,
-    tile_place,
 )
 from pallas_kernels.device import Device, current_device
 
@@ -61,10 +61,14 @@ def heuristics(shape: tuple[int, int, int, int], max_tokens: int, page: int, dev
     As many programs as fill the device once, but no split of fewer than 64 tokens.
     """
     batch, kv_heads, queries, dim = shape
-    rows = min(64, max(16, 1 << (queries - 1).bit_length()))
+    hopper = device.compute_capability >= (9, 0)
+    rows = min(128 if hopper else 64, max(16, 1 << (queries - 1).bit_length()))
     programs = batch * kv_heads * -(-queries // rows)
     splits = min(max(1, device.cores // programs), max(1, max_tokens // 64))
-    return Config(rows=rows, keys=math.gcd(32, page), splits=splits, warps=8 if rows * dim >= 64 * 256 else 4)
+    # From three stages on a tile is on its way while another is worked on; the 3090 has no room for three of 32 keys.
+    large = rows * dim >= 64 * 256
+    keys, stages = (16, 4) if large and not hopper else (32, 3)
+    return Config(rows, math.gcd(keys, page), splits, warps=8 if large else 4, stages=stages)
 
 
 def verify_attention(
@@ -201,8 +205,8 @@ def _split_kernel(
     begin = begin_tile + lax.div(tiles * split, splits)
     end = begin_tile + lax.div(tiles * (split + 1), splits)
 
-    def read(tile, carry):
-        place = tile_place(layer, table_ref, k_ref, sequence, head, tile, keys)
+    def read(tile, tokens_of_page, carry):
+        place = (layer, *tokens_of_page, head)
         tokens = tile * keys + lax.iota(jnp.int32, keys)
         exists = tokens < length
         k = triton.load(k_ref.at[(*place, slice(None))])
@@ -218,7 +222,9 @@ def _split_kernel(
         return add_keys(carry, q, k, v, key_scale, value_scale, jnp.broadcast_to(readable, (rows, keys)))
 
     carry = lax.cond(split == 0, own, lambda carry: carry, nothing_read(rows, dim))
-    out, top, total = lax.fori_loop(begin, end, read, carry)
+    out, top, total = for_each_tile(
+        begin, end, read, carry, table_ref=table_ref, pool_ref=k_ref, sequence=sequence, keys=keys
+    )
 
     place = (sequence, head, pl.ds(first, rows), split)
     triton.store(out_ref.at[(*place, slice(None))], out, mask=jnp.broadcast_to(real[:, None], (rows, dim)))
