@@ -18,8 +18,8 @@ class SpecConfig:
     Attributes:
       verify_tokens: k, drafts that a block has at most; it has one row more.
       lookup: whether tokens that followed an earlier occurrence of the text's end are drafts, too.
-      nmin, nmax: shortest and longest match of the end of the text that counts. Of matches of `nmax` tokens the most
-        recent wins, however far the older ones agree: a larger cap prefers old text to new.
+      nmin, nmax: shortest and longest match of the end of the text that counts. Of matches of `nmax` tokens that which
+        continues the last one wins, else the most recent, however far older ones agree: a larger cap prefers old text.
       search: how many of the last tokens are searched.
       nstrong: a match this long replaces the drafter's own tokens.
       agree: a shorter match does so if as many of the first tokens agree with the drafter's.

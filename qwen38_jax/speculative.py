@@ -50,12 +50,14 @@ class SpeculativeState:
     decode: what plain decoding carries; `decode.token` is the anchor, at position `decode.model.lengths`.
     history: `[B, capacity]` int32, every token of prompt and output by position, the anchor included.
     limit: `[B]` int32, tokens that may be emitted; a sequence that has emitted them is no longer active.
+    distance: `[B]` int32, how far before the text's end the last match of a lookup was.
     drafter: the drafter's own state. block: whether the coming block is long. counts: for reports.
     """
 
     decode: DecodeState
     history: Array
     limit: Array
+    distance: Array
     drafter: Any
     block: BlockLength
     counts: Counts
@@ -97,6 +99,7 @@ def start(
         decode=decode.start(cfg, model, sampler, active),
         history=zeros(model.capacity),
         limit=limit,
+        distance=zeros(),
         drafter=drafter.init(cfg, sizes),
         block=first_block(sizes.batch, spec, drafter.draft_tokens),
         counts=Counts(zeros(), zeros(), zeros(*by_source), zeros(*by_source)),
@@ -160,7 +163,7 @@ def forced_step(
 
 def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
     propose = _propose if spec.tree is None else _propose_tree
-    proposal, has_tail, drafter_state = propose(params, cfg, drafter, spec, state, verify_tokens)
+    proposal, has_tail, state = propose(params, cfg, drafter, spec, state, verify_tokens)
     old = state.decode
     block = _block(proposal, old, spec.tree)
     hidden, taps, model = forward(params, cfg, block, old.model, commit=False, tap_layers=drafter.tap_layers)
@@ -191,7 +194,7 @@ def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
     state = state.replace(
         decode=decoded,
         history=_write(state.history, positions, verdict.tokens, is_emitted),
-        drafter=drafter.observe(params, cfg, rows, drafter_state),
+        drafter=drafter.observe(params, cfg, rows, state.drafter),
         block=next_block(state.block, reason, model.lengths, spec, drafter.draft_tokens),
         counts=_count(state, proposal, path),
     )
@@ -199,28 +202,31 @@ def _step(params, cfg, drafter, spec, state, verify_tokens, top, forced):
     return state, StepOutput(verdict.tokens, emitted, *reported, long=state.block.long)
 
 
-def _propose(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, Any]:
-    """`verify_tokens` drafts; whether a lookup reaches behind the drafter's own; the drafter's state."""
+def _propose(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, SpeculativeState]:
+    """`verify_tokens` drafts; whether a lookup reaches behind the drafter's own; the state after drafting."""
     with jax.named_scope("draft"):
         proposal, drafter_state = drafter.propose(params, cfg, _context(state), state.drafter)
+        state = state.replace(drafter=drafter_state)
         has_tail = jnp.zeros_like(state.decode.active)
         if spec.lookup:
             sizes = {"nmin": spec.nmin, "nmax": spec.nmax, "search": spec.search}
-            match = suffix_match(state.history, state.decode.model.lengths, spec.verify_tokens, **sizes)
+            position = state.decode.model.lengths
+            match = suffix_match(state.history, position, state.distance, spec.verify_tokens, **sizes)
             proposal, has_tail = fuse(proposal, match, spec)
+            state = state.replace(distance=match.distance)
     proposal = resize(proposal, verify_tokens)
     room = jnp.minimum(jnp.where(state.block.long, spec.verify_tokens, drafter.draft_tokens), _room(state))
     valid = proposal.valid & (jnp.arange(verify_tokens) < room[:, None])
-    return proposal.replace(valid=jnp.cumprod(valid, axis=1).astype(bool)), has_tail, drafter_state
+    return proposal.replace(valid=jnp.cumprod(valid, axis=1).astype(bool)), has_tail, state
 
 
-def _propose_tree(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, Any]:
+def _propose_tree(params, cfg, drafter, spec, state, verify_tokens) -> tuple[Proposal, Array, SpeculativeState]:
     """As `_propose`, the drafts of `spec.tree`."""
     with jax.named_scope("draft"):
         proposal, drafter_state = drafter.propose_tree(params, cfg, _context(state), state.drafter, spec.tree)
     valid = proposal.valid & (spec.tree.depths[1:] <= _room(state)[:, None])
     valid = jnp.all(valid[:, None, :] | ~spec.tree.ancestors[1:, 1:], axis=2)
-    return proposal.replace(valid=valid), jnp.zeros_like(state.decode.active), drafter_state
+    return proposal.replace(valid=valid), jnp.zeros_like(state.decode.active), state.replace(drafter=drafter_state)
 
 
 def _context(state: SpeculativeState) -> DraftContext:

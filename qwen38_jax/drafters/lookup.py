@@ -17,22 +17,27 @@ Array = jax.Array
 class Match:
     """tokens: `[B, k]` int32 that followed the match; length: `[B]` int32 of the match, 0 where there is none.
 
-    valid: `[B]` int32, how many of the tokens there are.
+    valid: `[B]` int32, how many of the tokens there are. distance: `[B]` int32, how far before the text's end the match
+      ends; where there is none, that of the last one.
     """
 
     tokens: Array
     length: Array
     valid: Array
+    distance: Array
 
 
-def suffix_match(history: Array, last: Array, k: int, *, nmin: int, nmax: int, search: int) -> Match:
-    """Finds the longest earlier occurrence of the text's end, of equally long ones the most recent.
+def suffix_match(history: Array, last: Array, distance: Array, k: int, *, nmin: int, nmax: int, search: int) -> Match:
+    """Finds the longest earlier occurrence of the text's end.
 
+    Of equally long ones it is that which continues the last match, else the most recent.
     An occurrence may overlap the end itself: a text of period p is followed by its last p tokens, no further. A text of
     fewer than nmin + 2 tokens has none.
 
     Args:
       history: `[B, N]` int32; what lies behind `last [B]`, the index of the last token, is not read.
+      distance: `[B]` int32, that of the last match, 0 before any. A text that copies another keeps its distance, and
+        what is also found elsewhere does not lead it astray.
       k: tokens wanted.
       nmin, nmax, search: as in `SpecConfig`. nmax * N must be below 2^31.
 
@@ -52,13 +57,18 @@ def suffix_match(history: Array, last: Array, k: int, *, nmin: int, nmax: int, s
         lengths += alive
     first = jnp.maximum(nmin - 1, last + 1 - search)[:, None]
     eligible = (ends >= first) & (ends < last[:, None]) & (lengths >= nmin) & (last > nmin)[:, None]
-    best = jnp.max(jnp.where(eligible, lengths * size + ends, -1), axis=1)
+    continuing = jnp.where(distance > 0, last - distance, size)
+    # A match ends before the last token, none at size - 1.
+    preference = jnp.where(ends == continuing[:, None], size - 1, ends)
+    best = jnp.max(jnp.where(eligible, lengths * size + preference, -1), axis=1)
     length, end = jnp.maximum(best, 0) // size, jnp.maximum(best, 0) % size
+    end = jnp.where(end == size - 1, continuing, end)
     at = jnp.minimum(end[:, None] + 1 + jnp.arange(k), size - 1)
     return Match(
         tokens=jnp.take_along_axis(history, at, axis=1),
         length=length,
         valid=jnp.where(length > 0, jnp.minimum(k, last - end), 0),
+        distance=jnp.where(length > 0, last - end, distance),
     )
 
 

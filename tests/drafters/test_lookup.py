@@ -20,21 +20,21 @@ CAPACITY = 512
 
 
 @functools.partial(jax.jit, static_argnames=("k", "nmin", "nmax", "search"))
-def matched(history, last, k, nmin, nmax, search):
-    return suffix_match(history, last, k, nmin=nmin, nmax=nmax, search=search)
+def matched(history, last, distance, k, nmin, nmax, search):
+    return suffix_match(history, last, distance, k, nmin=nmin, nmax=nmax, search=search)
 
 
-def look_up(sequence, k, nmin, nmax, search=2**30):
+def look_up(sequence, k, nmin, nmax, search=2**30, distance=0):
     """(tokens, length, valid) for one sequence, in memory whose rest holds what would match."""
     history = np.resize(np.asarray(sequence, np.int32), CAPACITY)[None]
-    match = matched(history, np.array([len(sequence) - 1]), k, nmin, nmax, search)
+    match = matched(history, np.array([len(sequence) - 1]), np.array([distance]), k, nmin, nmax, search)
     valid = int(match.valid[0])
     return np.asarray(match.tokens[0, :valid]).tolist(), int(match.length[0]), valid
 
 
-def reference(sequence, k, nmin, nmax, search=2**30):
-    """The rule in words: the longest match, capped, then the most recent."""
-    n, best = len(sequence), (0, -1)
+def reference(sequence, k, nmin, nmax, search=2**30, distance=0):
+    """The rule in words: the longest match, capped, then the one at the last distance, then the most recent."""
+    n, best = len(sequence), (0, False, -1)
     if n < nmin + 2:
         return [], 0, 0
     for end in range(max(nmin - 1, n - search), n - 1):
@@ -42,8 +42,8 @@ def reference(sequence, k, nmin, nmax, search=2**30):
         while m < nmax and end - m >= 0 and sequence[end - m] == sequence[n - 1 - m]:
             m += 1
         if m >= nmin:
-            best = max(best, (m, end))
-    length, end = best
+            best = max(best, (m, n - 1 - end == distance, end))
+    length, _, end = best
     tokens = sequence[end + 1 : end + 1 + k] if length else []
     return tokens, length, len(tokens)
 
@@ -68,13 +68,27 @@ def test_any_text_of_few_tokens(data):
     sequence = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=60))
     sizes = data.draw(st.sampled_from([(7, 2, 4), (15, 6, 12)]))
     search = data.draw(st.sampled_from([9, 2**30]))
-    assert look_up(sequence, *sizes, search) == reference(sequence, *sizes, search)
+    distance = data.draw(st.integers(0, 60))
+    assert look_up(sequence, *sizes, search, distance) == reference(sequence, *sizes, search, distance)
+
+
+def test_a_copy_keeps_its_distance():
+    """The text's end was there before, twice; the later one went on otherwise, but is not what is being copied."""
+    sequence = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3]
+    assert look_up(sequence, 2, 3, 3)[0] == [5, 9]
+    assert look_up(sequence, 2, 3, 3, distance=10)[0] == [4, 9]
+    # A longer match is taken wherever it is.
+    assert look_up([7, *sequence[1:], 7, 2, 3], 2, 2, 3, distance=8)[0] == [4, 9]
+    history, last = np.array([[*sequence, 0, 0, 0]]), np.array([12])
+    found = [int(matched(history, last, np.array([d]), 2, 3, 3, 2**30).distance[0]) for d in (0, 10)]
+    none = int(matched(history, np.array([4]), np.array([3]), 2, 3, 3, 2**30).distance[0])
+    assert (found, none) == ([5, 10], 3)
 
 
 def test_more_history_than_numbers_is_refused():
     with pytest.raises(ValueError, match="lower nmax"):
         jax.eval_shape(
-            lambda h: suffix_match(h, jnp.zeros(1, int), 1, nmin=1, nmax=2**12, search=1),
+            lambda h: suffix_match(h, jnp.zeros(1, int), jnp.zeros(1, int), 1, nmin=1, nmax=2**12, search=1),
             jax.ShapeDtypeStruct((1, 2**20), jnp.int32),
         )
 
@@ -99,7 +113,7 @@ def test_golden_fusion_table():
         drafted, looked_up, out, used = (rows[:, at : at + k] for at in (12, 27, 42, 57))
         sizes = dict(nmin=nmin, nmax=32, nstrong=nstrong, agree=agree, nmin_tail=nmin_tail, longmin=longmin)
         spec = SpecConfig(verify_tokens=k, lookup=True, **sizes)
-        match = Match(jnp.asarray(looked_up), jnp.asarray(length), jnp.asarray(valid))
+        match = Match(jnp.asarray(looked_up), jnp.asarray(length), jnp.asarray(valid), jnp.zeros(len(length), int))
         fused, tail = fuse(proposal_of(drafted[:, :drafts]), match, spec)
         np.testing.assert_array_equal(tail, has_tail.astype(bool))
         index = np.arange(k)
@@ -115,7 +129,7 @@ def test_golden_fusion_table():
 
 
 def test_sources_and_sizes():
-    match = Match(jnp.array([[1, 2, 3, 4]]), jnp.array([6]), jnp.array([3]))
+    match = Match(jnp.array([[1, 2, 3, 4]]), jnp.array([6]), jnp.array([3]), jnp.array([1]))
     fused, _ = fuse(proposal_of([[1, 9]]), match, SpecConfig(verify_tokens=4, lookup=True))
     assert fused.tokens[0, :3].tolist() == [1, 2, 3]
     assert fused.valid.tolist() == [[True, True, True, False]]
@@ -124,7 +138,7 @@ def test_sources_and_sizes():
 
 
 def test_no_match_leaves_the_drafts():
-    match = Match(jnp.array([[1, 2, 3, 4]]), jnp.array([0]), jnp.array([0]))
+    match = Match(jnp.array([[1, 2, 3, 4]]), jnp.array([0]), jnp.array([0]), jnp.array([0]))
     fused, tail = fuse(proposal_of([[8, 9]]), match, SpecConfig(verify_tokens=4, lookup=True))
     assert fused.tokens[0, :2].tolist() == [8, 9] and not fused.point_mass.any() and not tail.any()
     assert fused.valid.tolist() == [[True, True, False, False]]
