@@ -1,20 +1,33 @@
 """What a DFlash2 drafter is trained with: blocks at many anchors of a text in one pass, on captured layer outputs.
 
-The blocks run through the drafter's own serving code (`drafters.dflash2`), all on one context that is never copied.
-They are worked through some at a time, and again in the backward pass, so that neither the scores of all blocks nor
-their logits are ever there at once.
+The blocks are made of the functions that serve (`drafters.dflash2`), all on one context that is never copied: for
+attention the rows of a text's blocks stand side by side, each under the mask of its own anchor. They are worked through
+some at a time, and again in the backward pass, so that neither the scores of all blocks nor their logits are ever there
+at once.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from qwen38_jax.config import DFlash2Config, ModelConfig
-from qwen38_jax.drafters.dflash2 import ContextCache, block_hidden, extend_context, init_context
+from qwen38_jax.drafters.dflash2 import (
+    ContextCache,
+    block_attention,
+    block_conv,
+    block_masks,
+    conv_kernels,
+    extend_context,
+    init_context,
+)
 from qwen38_jax.lab.windows import NO_ANCHOR
 from qwen38_jax.layers.linear import PRECISION, embed, linear
+from qwen38_jax.layers.mlp import mlp
+from qwen38_jax.layers.norm import plain_rms_norm
+from qwen38_jax.layers.rope import text_rope_table
 from qwen38_jax.model import logits
 from qwen38_jax.params import CandidateSelector, DFlash2Params, Params
 from qwen38_jax.sampling import mask_padding
@@ -109,12 +122,39 @@ def blocks_at(
     batch, count = anchors.shape
     first = jnp.take_along_axis(tokens, anchors, axis=1)[..., None]
     masks = jnp.full((batch, count, cfg.block_size - 1), cfg.mask_token_id, tokens.dtype)
-    x = embed(target.embed, jnp.concatenate([first, masks], axis=-1))  # [B, N, block, H]
+    block = jnp.concatenate([first, masks], axis=-1)
+    positions = anchors[..., None] + jnp.arange(cfg.block_size)
+    own_anchor = jnp.broadcast_to(anchors[..., None], positions.shape)
+    block, positions, own_anchor = (t.reshape(batch, -1) for t in (block, positions, own_anchor))  # [B, N * block]
+    rope = text_rope_table(positions, cfg.head_dim, cfg.rope_theta)
+    sees_context, near = block_masks(cfg, context, positions, jnp.full(batch, jnp.iinfo(jnp.int32).max))
+    of_block = jnp.arange(positions.shape[1]) // cfg.block_size
+    seen = (
+        sees_context & (context.positions[:, None, :] < own_anchor[..., None]),
+        near & (of_block[:, None] == of_block),
+    )
 
-    def of_column(x, start):  # one block of every text
-        return block_hidden(params, cfg, context, x, start)
+    def apart(t):  # for convolutions, which stay within a block
+        return t.reshape(batch * count, cfg.block_size, -1)
 
-    return jax.vmap(of_column, in_axes=1, out_axes=1)(x, anchors)[:, :, 1:]
+    def between_convs(conv, h, sublayer):
+        if conv is None:
+            return sublayer(h)
+        kernels = conv_kernels(conv, cfg, apart(h))
+        inner = sublayer(block_conv(apart(h), kernels[:, :, 0]).reshape(h.shape))
+        return block_conv(apart(inner), kernels[:, :, 1]).reshape(h.shape)
+
+    def layer(x, weights_k_v):
+        weights, k, v = weights_k_v
+        h = plain_rms_norm(x, weights.input_norm, cfg.rms_norm_eps)
+        attention = functools.partial(block_attention, weights.attention, cfg, rope=rope, k=k, v=v, masks=seen)
+        x = x + between_convs(weights.attention_conv, h, attention)
+        h = plain_rms_norm(x, weights.post_norm, cfg.rms_norm_eps)
+        return x + between_convs(weights.mlp_conv, h, functools.partial(mlp, weights.mlp)), None
+
+    x, _ = lax.scan(layer, embed(target.embed, block).astype(cfg.dtype), (params.layers, context.k, context.v))
+    x = plain_rms_norm(x, params.norm, cfg.rms_norm_eps)
+    return x.reshape(batch, count, cfg.block_size, -1)[:, :, 1:]
 
 
 def dflash2_loss(
