@@ -54,11 +54,11 @@ class Config:
 
 
 def heuristics(values: int, device: Device) -> Config:
-    """A `Config` for heads of Dv. Wider programs read k and q less often, as far as registers allow.
+    """A `Config` for heads of Dv. Wider programs would read k and q less often, and have no registers for it.
 
-    Hopper's own matrix instructions, which its compiler takes for 64 rows, leave fewer of those.
+    Hopper's own matrix instructions are for four warps.
     """
-    return Config(min(values, 16), 4) if device.compute_capability >= (9, 0) else Config(min(values, 32), 8)
+    return Config(min(values, 16), 4 if device.compute_capability >= (9, 0) else 8)
 
 
 class Prefilled(NamedTuple):
