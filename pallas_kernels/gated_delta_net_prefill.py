@@ -54,9 +54,9 @@ class Config:
 
 
 def heuristics(values: int, device: Device) -> Config:
-    """A `Config` for heads of Dv. Wider programs would read k and q less often, and have no registers for it.
+    """A `Config` for heads of Dv: as many columns as registers allow without a spill.
 
-    Hopper's own matrix instructions are for four warps.
+    On Hopper eight warps would be two groups for its own matrix instructions, which leave fewer registers.
     """
     return Config(min(values, 16), 4 if device.compute_capability >= (9, 0) else 8)
 
