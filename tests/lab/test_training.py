@@ -149,12 +149,12 @@ def test_mtp_loss_counts_drafts_of_output_tokens_within_the_vocabulary(kind):
         return mtp_loss(
             head,
             frozen_parts(params),
-            vocabulary,
             tokens,
             hidden,
             response,
             cfg=SMALL,
             settings=MtpLoss(kind, (1.0, 0.5)),
+            vocabulary=vocabulary,
         )
 
     total, parts = loss(params.mtp, tokens, hidden)
