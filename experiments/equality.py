@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.harness import WEIGHTS, append, new_record, table
+from experiments.ladder import drafter_of
 from qwen38_jax.checkpoint import load_drafter
-from qwen38_jax.drafters.modes import make_drafter
 from qwen38_jax.engine import Completion, Engine, Request
 from qwen38_jax.evaluation.held_out import REPRODUCE
 from qwen38_jax.sampling_params import SamplingParams
@@ -102,13 +102,7 @@ def rung_record(
 ) -> dict[str, Any]:
     """The record of one mode."""
     mode, draft_tokens, verify_tokens = rung
-    speculation = make_drafter(
-        mode,
-        engine.params,
-        draft_tokens=draft_tokens,
-        verify_tokens=verify_tokens,
-        dflash2=dflash2 if "dflash2" in mode else None,
-    )
+    speculation = drafter_of(engine, rung, dflash2)
     other = Engine(engine.params, engine.cfg, engine.tokenizer, speculation=speculation, max_batch=settings["batch"])
     answers = other.generate(asked)
     found = [compare(a, b, TIES[engine.cfg.dtype]) for a, b in zip(plain, answers, strict=True)]

@@ -44,6 +44,18 @@ def run(engine: Engine, request: Request, repeats: int) -> tuple[Completion, Tim
     return completions[0], Timing(tuple(c.decode_seconds / c.steps for c in completions))
 
 
+def drafter_of(engine: Engine, rung: tuple, dflash2: tuple | None):
+    """What an engine of this mode speculates with. rung: (mode, draft tokens, verify tokens)."""
+    mode, draft_tokens, verify_tokens = rung
+    return make_drafter(
+        mode,
+        engine.params,
+        draft_tokens=draft_tokens,
+        verify_tokens=verify_tokens,
+        dflash2=dflash2 if "dflash2" in mode else None,
+    )
+
+
 def rung_record(
     engine: Engine,
     rung: tuple,
@@ -55,13 +67,7 @@ def rung_record(
 ) -> tuple[dict[str, Any], Completion]:
     """The record of one rung; `plain` is plain decoding's answer, None for plain decoding itself."""
     mode, draft_tokens, verify_tokens = rung
-    speculation = make_drafter(
-        mode,
-        engine.params,
-        draft_tokens=draft_tokens,
-        verify_tokens=verify_tokens,
-        dflash2=dflash2 if "dflash2" in mode else None,
-    )
+    speculation = drafter_of(engine, rung, dflash2)
     rung_engine = Engine(engine.params, engine.cfg, engine.tokenizer, speculation=speculation)
     completion, step = run(rung_engine, request, repeats)
     new_tokens = len(completion.token_ids) - 1

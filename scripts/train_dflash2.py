@@ -10,7 +10,6 @@ killed goes on when the same command is given again.
 import argparse
 import dataclasses
 import functools
-import json
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -84,13 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--selector-weight", type=float, default=loss.selector_weight, metavar="X", help="%(default)s")
     add("--inject-gold", action=argparse.BooleanOptionalAction, default=True, help="the right token as a candidate")
     add("--selector-to-blocks", action=argparse.BooleanOptionalAction, default=True, help="train them with its loss")
-    args = parser.parse_args(argv)
-    try:
-        print(json.dumps(run(args)))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted: the same command goes on from the last save") from None
+    runs.report(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

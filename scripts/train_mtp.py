@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,13 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--loss", choices=LOSSES, default="ce", help="%(default)s")
     parser.add_argument("--depth-weights", type=float, nargs="+", default=[1.0, 0.7, 0.5, 0.35], metavar="W")
     parser.add_argument("--draft-vocab", type=Path, metavar="FILE", help="ids that the head may draft, JSON or .pt")
-    args = parser.parse_args(argv)
-    try:
-        print(json.dumps(run(args)))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted: the same command goes on from the last save") from None
+    runs.report(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

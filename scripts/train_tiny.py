@@ -249,8 +249,9 @@ def main() -> None:
     sources = prepare(args.run, plan, args.stdlib)
     if args.prepare_only:
         return
-    machine = {name: provenance()[name] for name in ("commit", "device")}
-    write_json(args.run / "plan.json", {**dataclasses.asdict(plan), **machine, "devices": jax.device_count()})
+    here = provenance()
+    machine = {"commit": here["commit"], "device": here["device"], "devices": jax.device_count()}
+    write_json(args.run / "plan.json", {**dataclasses.asdict(plan), **machine})
     with BlockReader(sources["train"], args.workers) as blocks:
         state = train(args.run, plan, blocks, args.seconds)
     if args.plot:

@@ -42,6 +42,16 @@ def add_flags(parser: argparse.ArgumentParser, *, steps: int, rate: float) -> No
     add("--plot", type=Path, metavar="PNG", help="draw the curves (needs the plots extra)")
 
 
+def report(run: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> None:
+    """Trains and prints the figures of the run as JSON; ends with a message where it cannot go on."""
+    try:
+        print(json.dumps(run(args)))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the same command goes on from the last save") from None
+
+
 def open_states(directory: Path, checkpoint: str) -> Captured:
     """Captured states of the model of that hash; CheckpointError if they are another's."""
     captured = open_captured(directory)
